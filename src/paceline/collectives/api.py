@@ -1,0 +1,126 @@
+"""How bytes move: the protocols that every transport answers to.
+
+A transport starts a collective and hands back a `Work`. Nothing in a transport waits without an end: whoever needs the
+result waits in slices through `collectives.wait.finish`, which looks at the `Watch` between slices. So Ctrl-C ends a
+wait at once, and a dead or absent peer is named.
+"""
+
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from paceline.errors import UsageError
+
+
+class Op(Enum):
+    """How the tensors of all ranks are combined."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+
+
+class Work(Protocol):
+    """One collective in flight."""
+
+    def done(self) -> bool:
+        """Whether it has completed (well or not). Never blocks."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds`. True once complete; raises what the transport raised.
+
+        Only then may the caller read the result, or touch any tensor that was handed to the collective.
+        """
+        ...
+
+
+class Watch(Protocol):
+    """Who is alive, and who waits for whom."""
+
+    def look(self, what: str, waited_s: float) -> None:
+        """Called between the slices of a wait for `what`: reports absent peers, raises for dead ones."""
+        ...
+
+    def explain(self, what: str, waited_s: float, error: Exception) -> Exception:
+        """The typed error that says why `what` failed with `error`: which rank is gone, as far as can be known."""
+        ...
+
+    def left(self) -> None:
+        """Called when a wait that was looked at has ended, however it ended."""
+        ...
+
+    def absent(self) -> list[int]:
+        """The ranks that are not known to wait for the same thing as this one."""
+        ...
+
+
+class Transport(Protocol):
+    """How one rank exchanges bytes with the others of its group."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        ...
+
+    @property
+    def watch(self) -> Watch: ...
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeroed flat memory, of the kind this transport reduces best."""
+        ...
+
+    def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
+        """Combine `flat` over all ranks, in place. Sparse tensors are allowed where the transport can."""
+        ...
+
+    def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
+        """Overwrite `flat` with that of rank `root`."""
+        ...
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
+        """Fill `out` (size × part.numel(), same dtype) with the parts of all ranks, in rank order."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the transport holds. Idempotent."""
+        ...
+
+
+def describe(kind: str, tensor: torch.Tensor, detail: str) -> str:
+    """One collective in words that are equal on two ranks exactly when the collectives match."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    layout = "" if tensor.layout is torch.strided else "sparse "
+    return f"{kind}({detail}) of {layout}{dtype}{list(tensor.shape)}"
+
+
+def check_reducible(tensor: torch.Tensor, op: Op) -> None:
+    """Refuse what no transport can reduce, with the same error on all of them."""
+    kind = tensor.dtype
+    if op is Op.MEAN and not (kind.is_floating_point or kind.is_complex):
+        raise UsageError(f"mean needs a floating point or complex tensor, got {kind}; use sum, or convert the tensor")
+    if kind.is_complex and op not in (Op.SUM, Op.MEAN):
+        raise UsageError(f"complex tensors can be reduced by sum or mean, got {op.value} of {kind}")
+    if tensor.layout is not torch.strided and op not in (Op.SUM, Op.MEAN):
+        raise UsageError(f"sparse tensors can be reduced by sum or mean, got {op.value}")
+
+
+def check_root(root: int, size: int) -> None:
+    if not 0 <= root < size:
+        raise UsageError(f"root must be a rank of the group, 0 to {size - 1}, got {root}")
+
+
+def check_gather(out: torch.Tensor, part: torch.Tensor, size: int) -> None:
+    if out.dtype != part.dtype or out.numel() != size * part.numel():
+        raise UsageError(
+            f"all_gather over {size} ranks of {part.numel()} elements of {part.dtype} needs an `out` of "
+            f"{size * part.numel()} elements of the same dtype, got {out.numel()} of {out.dtype}"
+        )

@@ -1,0 +1,79 @@
+"""How one bucket is combined: the protocol that the reducer calls and `strategies` implements."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from paceline.collectives.api import Transport, Work
+
+
+class GradBucket:
+    """One bucket as a reduction sees it, with the methods of torch's `dist.GradBucket`."""
+
+    __slots__ = ("_buffer", "_gradients", "_index", "_last", "_parameters")
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        gradients: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        *,
+        last: bool,
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._gradients = list(gradients)
+        self._parameters = list(parameters)
+        self._last = last
+
+    def index(self) -> int:
+        """The number of the bucket; 0 is launched first."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """The flat gradients (a sparse tensor for a sparse gradient)."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the flat gradients, e.g. by compressed ones."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """One view of the buffer per parameter."""
+        return self._gradients
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the backward."""
+        return self._last
+
+
+def nothing_to_land() -> None:
+    """The result is in the bucket's own memory already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One reduction under way: what to wait for, and how the result then gets into the bucket.
+
+    `land` runs once, after `work` is complete. It returns the reduced flat tensor, or None when it is in place.
+    """
+
+    work: Work
+    land: Callable[[], torch.Tensor | None] = nothing_to_land
+
+
+class Reduction(Protocol):
+    """Combines one bucket over all ranks."""
+
+    @property
+    def divides(self) -> bool:
+        """True when the reduction divides by the number of ranks itself; else gradients are divided on their way in."""
+        ...
+
+    def __call__(self, bucket: GradBucket, transport: Transport) -> Flight: ...

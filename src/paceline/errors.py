@@ -1,0 +1,85 @@
+"""Every exception that paceline raises on purpose.
+
+PacelineError
+├── UsageError            (ValueError)    an argument that cannot work, before anything was started
+├── IllegalMove           (RuntimeError)  a call that the current state does not allow
+├── WorldError            (RuntimeError)  the launcher's environment is incomplete or contradicts itself
+│   └── WorldNotFormed    (TimeoutError)  some ranks never arrived; `missing` names them
+├── ModelMismatch         (RuntimeError)  ranks wrapped different models
+├── ReplicasDiffer        (ValueError)    init="verify" found unequal values
+├── CollectiveError       (RuntimeError)  something went wrong between ranks
+│   ├── PeerLost                          a rank died; `ranks` names it
+│   ├── PeerAbsent        (TimeoutError)  a rank did not come before `timeout=`
+│   └── CollectiveMismatch                ranks issued different collectives
+├── UnusedParameters      (RuntimeError)  unused="error" and a parameter took no part in a backward
+├── GraphChanged          (RuntimeError)  static_graph=True and the graph is not static
+└── UnreducedGradients    (RuntimeError)  an optimizer step on gradients that were never reduced
+
+The builtin bases are those that torch raises in the same place, so `except` clauses written for torch keep working.
+"""
+
+from collections.abc import Sequence
+
+
+class PacelineError(Exception):
+    """Base of all errors that paceline raises on purpose."""
+
+
+class UsageError(PacelineError, ValueError):
+    """An argument that cannot work."""
+
+
+class IllegalMove(PacelineError, RuntimeError):
+    """A call that the current state does not allow."""
+
+
+class WorldError(PacelineError, RuntimeError):
+    """The launcher's environment is incomplete or contradicts itself."""
+
+
+class WorldNotFormed(WorldError, TimeoutError):
+    """Some ranks never arrived."""
+
+    def __init__(self, message: str, *, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class ModelMismatch(PacelineError, RuntimeError):
+    """Ranks wrapped models that differ in names, order, shapes, dtypes, strides or requires_grad."""
+
+
+class ReplicasDiffer(PacelineError, ValueError):
+    """Replicas were told to start equal (init="verify") and do not."""
+
+
+class CollectiveError(PacelineError, RuntimeError):
+    """Something went wrong between ranks. `ranks` are those at fault, as far as they are known."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class PeerLost(CollectiveError):
+    """A rank died while others needed it."""
+
+
+class PeerAbsent(CollectiveError, TimeoutError):
+    """A rank is alive but did not come before the timeout."""
+
+
+class CollectiveMismatch(CollectiveError):
+    """Ranks issued different collectives, or the same ones in different order."""
+
+
+class UnusedParameters(PacelineError, RuntimeError):
+    """A parameter took no part in a backward, and the replica was told to refuse that."""
+
+
+class GraphChanged(PacelineError, RuntimeError):
+    """The graph was declared static and changed."""
+
+
+class UnreducedGradients(PacelineError, RuntimeError):
+    """An optimizer was about to step on gradients that were never reduced."""

@@ -1,0 +1,26 @@
+"""The only user of private autograd calls, so that a change in torch is a change in one small file."""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+
+
+def task_id() -> int:
+    """The number of the backward this thread runs, -1 outside. A nested backward has a number of its own."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[], None]]":
+    """Run `callback` when the current backward has produced its last gradient.
+
+    Returns a weak reference that dies with the backward: the engine holds the only strong one, so a backward that
+    ended with an exception, whose callbacks never run, can be told from one that still runs.
+    """
+
+    def at_end() -> None:
+        callback()
+
+    Variable._execution_engine.queue_callback(at_end)  # type: ignore[attr-defined, no-untyped-call]
+    return weakref.ref(at_end)

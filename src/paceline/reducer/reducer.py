@@ -1,0 +1,432 @@
+"""When buckets fly: from "autograd has a gradient" to "every rank has the mean".
+
+    on_grad_ready ─ counts a bucket down ─→ _launch ─→ reduction(bucket) ─→ transport.all_reduce
+    end of backward ─→ _finish ─ completes, waits in order, hands the gradients back
+
+Buckets are launched strictly in index order whatever order they fill in, so ranks cannot disagree about the order of
+collectives. Nothing here looks at the graph: a parameter that took no part is one whose hook did not run by the end.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.collectives.api import Transport, Work
+from paceline.collectives.reduction import Reduction
+from paceline.collectives.wait import FutureWork, finish
+from paceline.errors import GraphChanged, IllegalMove
+from paceline.layout import BucketCaps, Layout, plan_layout
+from paceline.reducer import autograd
+from paceline.reducer.agreement import WORD_COUNT, Words, count_uses, decode_all, reduce_late, unused_error
+from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+from paceline.trace import Moment, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerSettings:
+    """What the user chose, equal on every rank."""
+
+    caps: BucketCaps
+    overlap: bool = True
+    unused: str = "zero"  # or "error"
+    static_graph: bool = False
+    timeout_s: float | None = None
+    hold: bool = False  # never show unreduced gradients: their dtype is not the parameter's (mixed precision)
+
+
+@dataclass(slots=True)
+class Backward:
+    """One backward under way."""
+
+    task: int
+    syncs: bool
+    running: "weakref.ref[Callable[[], None]]"  # dead when the backward ended without its callback
+    nested: bool = False  # a backward ran inside this one
+    delivered: bool = False  # some parameter got a gradient
+
+
+class Reducer:
+    """Keeps the gradients of one replica equal to the mean over all ranks."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        layout: Layout,
+        transport: Transport,
+        reduction: Reduction,
+        settings: ReducerSettings,
+    ) -> None:
+        self.transport = transport
+        self.reduction = reduction
+        self.settings = settings
+        self.trace = Trace()
+        self.sync_on = True  # what no_sync() and disable_grad_sync() switch
+        self.divisor: float = transport.size  # join() may lower it to the ranks that still have data
+        self.weight: float | None = None  # inside weight(n): n
+        self.reductions = 0  # reductions begun; equal on all ranks
+        self.reductions_since_step = 0
+        self.forwards_since_step = 0  # training forwards whose backward is to be reduced
+        self.window_open = False  # something ran that was not reduced yet
+        self.optimizes_in_backward = False
+        self.after_backward: list[torch.futures.Future[object]] = []  # buffer hooks to wait for
+        self.on_finished: Callable[[], None] | None = None  # restores parameters under mixed precision
+        self.uses: list[int] | None = None  # of the last reduction; None: every parameter on every rank
+        self.ready_order: list[int] = []  # of the last reduction
+        self.order_learned = False
+        self.graph_changed = False
+
+        self._lock = threading.RLock()
+        self._backward: Backward | None = None
+        self._weight_sum = 0.0
+        self._next = 0  # the bucket whose turn it is
+        self._seen_complete = 0
+        self._shadowing = False
+        self._words: tuple[Work, torch.Tensor] | None = None
+        self._next_layout: Layout | None = None
+        self._static_uses: list[bool] | None = None
+        self._slots = [GradSlot(i, meta, param) for i, (meta, param) in enumerate(zip(layout.params, params, strict=True))]
+        self._slot_of = {id(slot.param): slot for slot in self._slots}
+        self._lay(layout)
+        self._handles = [p.register_post_accumulate_grad_hook(self.on_grad_ready) for p in params]
+
+    # ---- the way of a gradient
+
+    def on_grad_ready(self, param: torch.Tensor) -> None:
+        """Autograd has added to `param.grad`. Runs once per parameter and backward, on the thread of the backward."""
+        with self._lock, torch.no_grad():
+            backward = self._enter(autograd.task_id())
+            if not backward.delivered:
+                self._begin(backward)
+            slot = self._slot_of[id(param)]
+            bucket = slot.bucket
+            slot.used = slot.dirty = True
+            if not backward.syncs:
+                self._keep_for_later(slot)
+            elif bucket.state in (BucketState.FLYING, BucketState.LANDED):
+                slot.late = True  # stays in param.grad until the end; see the note in Bucket.collect
+            else:
+                bucket.collect(slot, self._scale_in())
+                if not slot.fired:
+                    slot.fired = True
+                    self.ready_order.append(slot.index)
+                    bucket.missing -= 1
+                    if bucket.missing == 0:
+                        bucket.move(BucketState.FULL)
+                        self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
+                        self._launch()
+                self._stamp_completed()
+
+    def _launch(self) -> None:
+        """Start every full bucket whose turn it is; after the last one, the words."""
+        last = len(self._buckets) - 1
+        while self._next <= last and self._buckets[self._next].state is BucketState.FULL:
+            if self._next == last and self._backward is not None and self._backward.nested:
+                return  # the words go with the last bucket, and late gradients may still come
+            bucket = self._buckets[self._next]
+            bucket.move(BucketState.FLYING)
+            self.trace.stamp(Moment.LAUNCHED, self.reductions, self._next)
+            bucket.flight = self.reduction(bucket.grad_bucket(last=self._next == last), self.transport)
+            self._next += 1
+        if self._next > last and self._words is None:
+            self._send_words()
+
+    def _finish(self) -> None:
+        """The backward is over: complete what is missing, wait for everything in order, hand the gradients back."""
+        self.trace.stamp(Moment.BACKWARD_END, self.reductions)
+        self._backward = None
+        try:
+            for bucket in self._buckets:
+                if bucket.state is BucketState.FILLING:
+                    for slot in bucket.slots:
+                        if not slot.fired:
+                            bucket.contribute_nothing_new(slot, self._scale_in())
+                    bucket.move(BucketState.FULL)
+            self._launch()
+            for bucket in self._buckets:
+                self._land(bucket)
+            error = self._settle(self._receive_words())
+        finally:
+            self._reset()
+        if error is not None:
+            raise error
+
+    def _land(self, bucket: Bucket) -> None:
+        assert bucket.flight is not None
+        index = bucket.spec.index
+        self.trace.stamp(Moment.WAIT_ENTERED, self.reductions, index)
+        self._wait(bucket.flight.work, f"bucket {index} of backward {self.reductions}")
+        bucket.put_result(bucket.flight.land())
+        bucket.move(BucketState.LANDED)
+        self.trace.stamp(Moment.WAIT_LEFT, self.reductions, index)
+
+    def _settle(self, words: list[Words]) -> Exception | None:
+        """All buckets are reduced: apply what the ranks told each other and give the gradients back.
+
+        Returns the error to raise, the same on every rank, once everything is in its place again.
+        """
+        timeout_s = self.settings.timeout_s
+        if any(row.late for row in words):
+            late_scale = 1.0 / self.divisor if self.weight is None else self.weight
+            reduce_late(self._slots, self.transport, late_scale, timeout_s)
+        if words[0].weighted:
+            total = sum(row.weight for row in words)
+            self._rescale((self.divisor if self.reduction.divides else 1.0) / total if total else 0.0)
+        self.uses = None
+        error: Exception | None = None
+        if any(row.unused for row in words):
+            self.uses = count_uses(self._slots, self.transport, timeout_s)
+            if self.settings.unused == "error":
+                error = unused_error(self._slots, self.transport, timeout_s)
+        if self.on_finished is not None:
+            self.on_finished()
+        if not self.optimizes_in_backward:
+            for slot in self._slots:
+                slot.bucket.hand_back(slot, touched=self.uses is None or self.uses[slot.index] > 0)
+        if not self.order_learned:
+            self._learn_order()
+        self.reductions_since_step += 1
+        for future in self.after_backward:
+            self._wait(FutureWork(future), f"a buffer hook of backward {self.reductions}")
+        self.after_backward.clear()
+        return error or self._graph_change()
+
+    # ---- one backward
+
+    def _enter(self, task: int) -> Backward:
+        """The backward that is under way, begun if need be. A backward inside it counts as part of it."""
+        current = self._backward
+        if current is not None:
+            if current.task == task:
+                return current
+            if current.running() is not None:
+                current.nested = True
+                return current
+            self.abandon()
+        if self._next_layout is not None:
+            self._relay()
+        syncs = self.sync_on and self.settings.overlap
+        self._backward = Backward(task, syncs, autograd.at_end_of_backward(self._at_end))
+        return self._backward
+
+    def _begin(self, backward: Backward) -> None:
+        """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""
+        backward.delivered = True
+        self._weight_sum += self.weight or 0.0
+        if backward.syncs:
+            self._begin_reduction()
+        else:
+            self.window_open = True
+
+    def _at_end(self) -> None:
+        with self._lock, torch.no_grad():
+            backward = self._backward
+            if backward is None:
+                return
+            if backward.delivered and backward.syncs:
+                self._finish()
+            self._backward = None
+
+    def _begin_reduction(self) -> None:
+        self.reductions += 1
+        self.ready_order = []
+        self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
+
+    def _reset(self) -> None:
+        for slot in self._slots:
+            slot.clear()
+        for bucket in self._buckets:
+            bucket.rearm()
+        self._next = self._seen_complete = 0
+        self._words = None
+        self._weight_sum = 0.0
+        self._shadowing = self.window_open = False
+
+    def _keep_for_later(self, slot: GradSlot) -> None:
+        if self.weight is None and not self.settings.hold:
+            slot.bucket.stash(slot)
+        else:  # autograd must not add an unweighted gradient to a weighted one, so the bucket does the adding
+            slot.bucket.collect(slot, self._scale_in())
+
+    def _scale_in(self) -> float:
+        if self.weight is not None:
+            return self.weight
+        return 1.0 if self.reduction.divides else 1.0 / self.divisor
+
+    def _rescale(self, factor: float) -> None:
+        for bucket in self._buckets:
+            bucket.flat.mul_(factor)
+
+    def _wait(self, work: Work, what: str) -> None:
+        finish(work, what=what, watch=self.transport.watch, timeout_s=self.settings.timeout_s)
+
+    def _stamp_completed(self) -> None:
+        """Note what has completed meanwhile: the proof of overlap, and where a transport may make progress."""
+        while self._seen_complete < self._next:
+            flight = self._buckets[self._seen_complete].flight
+            if flight is None or not flight.work.done():
+                return
+            self.trace.stamp(Moment.COMPLETED, self.reductions, self._seen_complete)
+            self._seen_complete += 1
+
+    def _send_words(self) -> None:
+        words = Words(
+            reduction=self.reductions,
+            unused=0 if self._shadowing else sum(not slot.used for slot in self._slots),
+            late=sum(slot.late for slot in self._slots),
+            weighted=self.weight is not None or self._weight_sum != 0.0,
+            weight=self._weight_sum,
+        )
+        gathered = torch.empty(self.transport.size * WORD_COUNT, dtype=torch.int64)
+        self._words = self.transport.all_gather(gathered, words.encode()), gathered
+
+    def _receive_words(self) -> list[Words]:
+        assert self._words is not None
+        work, gathered = self._words
+        self._wait(work, f"the words of backward {self.reductions}")
+        return decode_all(gathered)
+
+    def _graph_change(self) -> GraphChanged | None:
+        if not self.settings.static_graph:
+            return None
+        uses = [slot.used for slot in self._slots]
+        before, self._static_uses = self._static_uses, self._static_uses or uses
+        if before is None or before == uses or self._shadowing:
+            return None
+        self.graph_changed = True
+        changed = [
+            f"{slot.meta.name} ({'used' if now else 'unused'} now, {'used' if was else 'unused'} before)"
+            for slot, was, now in zip(self._slots, before, uses, strict=True)
+            if was != now
+        ]
+        return GraphChanged(
+            "Your training graph has changed in this iteration, which is not compatible with static_graph=True: "
+            + ", ".join(changed)
+            + ". Leave static_graph off: unused parameters need no flag here."
+        )
+
+    # ---- the layout
+
+    def _lay(self, layout: Layout) -> None:
+        self._layout = layout
+        self._buckets = [
+            Bucket(spec, [self._slots[place.param] for place in spec.slots], self.transport) for spec in layout.buckets
+        ]
+
+    def _learn_order(self) -> None:
+        """Plan buckets in the order in which rank 0 saw gradients become ready. Applied at the next step boundary."""
+        seen = set(self.ready_order)
+        order = torch.tensor([*self.ready_order, *(i for i in self._layout.order if i not in seen)], dtype=torch.int64)
+        self._wait(self.transport.broadcast(order, 0), "the order of gradients")
+        layout = plan_layout(self._layout.params, order.tolist(), self.settings.caps)
+        self.order_learned = True
+        if layout != self._layout:
+            self._next_layout = layout
+
+    def _relay(self) -> None:
+        """Move to the planned layout. Gradients that are views move along; a window of held gradients keeps it off."""
+        if self._next_layout is None or any(slot.held for slot in self._slots):
+            return
+        attached = [slot for slot in self._slots if slot.attached()]
+        moved = [(slot, slot.view) for slot in attached if not slot.meta.sparse]
+        if not moved:
+            self._buckets.clear()  # so that old and new buckets never exist together
+        self._lay(self._next_layout)
+        for slot, old_view in moved:
+            slot.view.copy_(old_view)
+            slot.param.grad = slot.view
+        self._next_layout = None
+
+    # ---- what the replica calls
+
+    def before_forward(self, *, training: bool) -> None:
+        """Forget a backward that failed, take up a new layout, and note that a step has begun."""
+        with self._lock:
+            if autograd.task_id() == -1 and self._backward is not None:
+                self.abandon()
+            if self._backward is None:
+                self._relay()
+            if training and self.sync_on and self.settings.overlap:
+                self.forwards_since_step += 1
+            elif training:
+                self.window_open = True
+
+    def watch_backward(self, output: torch.Tensor) -> None:
+        """Have the backward that goes through `output` end with a reduction, also when its gradients all come from
+        nested backwards. Does nothing for `autograd.grad`, which delivers no gradients to parameters."""
+
+        def on_backward(_: torch.Tensor) -> None:
+            with self._lock:
+                self._enter(autograd.task_id())
+
+        output.register_hook(on_backward)  # type: ignore[no-untyped-call]
+
+    def reduce_now(self) -> None:
+        """Reduce what has been accumulated so far, without another backward."""
+        with self._lock, torch.no_grad():
+            if self._backward is not None and self._backward.running() is not None:
+                raise IllegalMove("sync_gradients() was called while a backward runs; call it after loss.backward()")
+            self._begin_reduction()
+            self._finish()
+
+    def shadow(self) -> None:
+        """Take part in a reduction with zeros: what a rank that has run out of data does inside join()."""
+        with self._lock, torch.no_grad():
+            self._begin_reduction()
+            self._shadowing = True
+            for slot in self._slots:
+                slot.param.grad, slot.fired = None, True
+                slot.bucket.zero(slot)
+            for bucket in self._buckets:
+                bucket.move(BucketState.FULL)
+            self._finish()
+
+    def abandon(self) -> None:
+        """Forget a backward that did not reach its end: drop its gradients and be ready for the next one."""
+        with self._lock:
+            self._backward = None
+            self._reset()
+
+    def unreduced(self) -> list[str]:
+        """Names of parameters whose gradients were not reduced since they were last added to."""
+        return [slot.meta.name for slot in self._slots if slot.dirty]
+
+    def join_with_zeros_if_others_wait(self) -> None:
+        """At an optimizer step: if the loss of this rank touched no parameter, the others wait for it. Join them."""
+        if self.sync_on and self.forwards_since_step and not self.reductions_since_step and not self.window_open:
+            self.reduce_now()
+
+    def move_to(self, transport: Transport) -> None:
+        """Go on over another transport; the order of gradients is learned anew by the new set of ranks."""
+        self.transport = transport
+        self.divisor = transport.size
+        self.reductions = 0
+        self.order_learned = False
+
+    def close(self) -> None:
+        """Remove every hook. The gradients stay where they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def relay_now(self) -> bool:
+        """Take up the planned layout, if there is one and nothing is under way."""
+        with self._lock:
+            planned = self._next_layout is not None and self._backward is None
+            if planned:
+                self._relay()
+            return planned
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self._buckets
+
+    def set_static_graph(self) -> None:
+        """Refuse graphs that differ from the first one seen from now on."""
+        self.settings = replace(self.settings, static_graph=True)

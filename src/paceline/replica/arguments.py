@@ -1,0 +1,125 @@
+"""What the constructor was given, checked before anything is started."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.errors import UsageError
+
+INIT_MODES = ("broadcast", "verify")
+UNUSED_MODES = ("zero", "error")
+TRANSPORTS = ("auto", "torch", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Managed:
+    """The parameters that a replica keeps equal, in registration order."""
+
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    sparse: tuple[bool, ...]
+
+
+def check_choices(*, init: str, unused: str, timeout: float | None, transport: Any) -> None:
+    """Refuse values that no code path could mean."""
+    for name, value, accepted in (("init", init, INIT_MODES), ("unused", unused, UNUSED_MODES)):
+        if value not in accepted:
+            raise UsageError(f"{name}={value!r} is not known; accepted: {', '.join(map(repr, accepted))}")
+    if isinstance(transport, str) and transport not in TRANSPORTS:
+        accepted_names = ", ".join(map(repr, TRANSPORTS))
+        raise UsageError(f"transport={transport!r} is not known; accepted: {accepted_names}, or a Transport object")
+    if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
+        raise UsageError(f"timeout={timeout!r} is not a time; expected seconds above zero, or None")
+
+
+def check_module(module: Any) -> None:
+    """Refuse what is not a bare module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module to wrap, got {type(module).__name__}")
+    for name, child in module.named_modules():
+        if isinstance(child, nn.parallel.DistributedDataParallel):
+            where = f"its submodule {name!r}" if name else "it"
+            raise UsageError(
+                f"cannot wrap {type(module).__name__}: {where} is already a DistributedDataParallel, so gradients would "
+                f"be reduced twice; wrap the bare module once"
+            )
+
+
+def managed_parameters(module: nn.Module, ignored: set[str]) -> Managed:
+    """The parameters that take part, each once, without those that are frozen or ignored."""
+    sparse_params = {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+    }
+    found = [(n, p) for n, p in module.named_parameters() if n not in ignored]
+    for name, param in found:
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                f"Modules with uninitialized parameters can't be used with `DistributedDataParallel`: {name} has no "
+                f"shape yet. Run a dummy forward pass to correctly initialize the modules"
+            )
+    kept = [(n, p) for n, p in found if p.requires_grad]
+    if not kept:
+        what = "has no parameters" if not found else "has only frozen or ignored parameters"
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient: "
+            f"{type(module).__name__} {what}; use the bare module"
+        )
+    device_types = {p.device.type for _, p in found}
+    if len(device_types) != 1 or device_types == {"meta"}:
+        examples = {p.device.type: n for n, p in reversed(found)}
+        listed = ", ".join(f"{n} on {kind}" for kind, n in sorted(examples.items()))
+        raise UsageError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
+            f"locate in {device_types} ({listed}); move the whole module with module.to(device)"
+        )
+    return Managed(
+        names=tuple(n for n, _ in kept),
+        params=tuple(p for _, p in kept),
+        sparse=tuple(id(p) in sparse_params for _, p in kept),
+    )
+
+
+def choose_group(process_group: Any, device_mesh: Any) -> Any:
+    """The process group to work in: the given one, that of a 1-D mesh, or the default."""
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        return device_mesh.get_group(mesh_dim=0)
+    if process_group is not None:
+        if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise UsageError("this rank is not a member of the process_group it was given; build the model on members")
+        return process_group
+    if not dist.is_initialized():
+        raise UsageError(
+            "Default process group has not been initialized: call paceline.init() (or "
+            "torch.distributed.init_process_group) before wrapping the model"
+        )
+    return dist.distributed_c10d._get_default_group()
+
+
+def choose_devices(
+    device_ids: Sequence[Any] | None, output_device: Any, params: Sequence[torch.Tensor]
+) -> tuple[list[int] | None, int | None]:
+    """`device_ids` and `output_device` in torch's meaning: None for CPU and multi-device modules."""
+    devices = {p.device for p in params}
+    if device_ids is not None and len(device_ids) > 1:
+        raise UsageError(f"device_ids can only be None or contain a single element, got {list(device_ids)}.")
+    if not device_ids or len(devices) > 1 or next(iter(devices)).type == "cpu":
+        if device_ids or output_device:
+            raise UsageError(
+                "DistributedDataParallel device_ids and output_device arguments only work with single-device/"
+                f"multiple-device GPU modules or CPU modules, but got device_ids {device_ids}, output_device "
+                f"{output_device}, and module parameters {devices}."
+            )
+        return None, None
+    first = torch._utils._get_device_index(device_ids[0], True)
+    return [first], torch._utils._get_device_index(first if output_device is None else output_device, True)

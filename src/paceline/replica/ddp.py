@@ -1,0 +1,334 @@
+"""The drop-in: torch's DistributedDataParallel, with paceline's reducer inside."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+
+from paceline.collectives.api import Transport
+from paceline.collectives.local import LocalTransport
+from paceline.collectives.reduction import Reduction
+from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.errors import UsageError
+from paceline.layout import BucketCaps, ParamMeta, plan_layout
+from paceline.reducer.reducer import Reducer, ReducerSettings
+from paceline.replica import arguments, start_equal
+from paceline.replica.guard import StepGuard
+from paceline.replica.outputs import tensors_in
+from paceline.replica.torch_surface import TorchReducer, TorchSurface
+from paceline.strategies.reduction import Mean
+from paceline.trace import Moment, Trace
+
+
+class DistributedDataParallel(TorchSurface):
+    """Keep one replica of `module` per rank equal, by averaging gradients while backward runs.
+
+    Takes every argument of `torch.nn.parallel.DistributedDataParallel` with torch's meaning, and:
+
+    Args:
+        init: "broadcast" starts every replica from rank 0's values; "verify" overwrites nothing and raises
+            `ReplicasDiffer` on every rank when values differ.
+        overlap: reduce buckets while backward runs. With False, call `sync_gradients()` after backward.
+        transport: "auto" or "torch" for torch.distributed, or a `Transport`.
+        reduction: how a bucket is combined; the mean by default.
+        unused: "zero" lets parameters that take no part in a backward be; "error" raises on every rank.
+        guard: refuse optimizer steps on gradients that were never reduced.
+        timeout: seconds after which a wait for another rank is an error. None: the process group's own timeout.
+
+    Example:
+        >>> model = paceline.DistributedDataParallel(net)
+        >>> loss = model(x).sum(); loss.backward()   # gradients are now the mean over all ranks
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        init: str = "broadcast",
+        overlap: bool = True,
+        transport: str | Transport = "auto",
+        reduction: Reduction | None = None,
+        unused: str = "zero",
+        guard: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        arguments.check_module(module)
+        arguments.check_choices(init=init, unused=unused, timeout=timeout, transport=transport)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise UsageError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        self.module = module
+        self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.static_graph = False
+        self._init_torch_attributes(module, check_reduction, delay_all_reduce_named_params or ())
+        init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self._join_world(transport, process_group, device_mesh)
+        self._settings = ReducerSettings(
+            caps=BucketCaps.from_mib(bucket_cap_mb, bucket_cap_mb_list),
+            overlap=overlap,
+            unused=unused,
+            timeout_s=timeout,
+            hold=mixed_precision is not None,
+        )
+        self._reduction: Reduction = reduction or Mean()
+        self._guard_refuses = guard
+
+        if init_sync:
+            self._check_same_model(init)
+        self._manage(device_ids, output_device)
+        if init_sync:
+            self._start_equal(init, init_sync_buffers)
+        self._build()
+        if static_graph:
+            self._set_static_graph()
+
+    # ---- construction, step by step
+
+    def _join_world(self, transport: str | Transport, process_group: Any, device_mesh: Any) -> None:
+        if not isinstance(transport, str):
+            self.process_group = process_group
+            self._transport = transport
+            return
+        self.process_group = arguments.choose_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            if device_mesh._get_root_mesh() != device_mesh:
+                from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+                _pre_dp_module_transform(self.module)
+        alone = transport == "local" or self.process_group.size() == 1
+        self._transport = LocalTransport() if alone else TorchDistTransport(self.process_group)
+
+    def _check_same_model(self, init: str) -> None:
+        named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        s = self._settings
+        settings = {"init": init, "overlap": s.overlap, "unused": s.unused, "bucket sizes": s.caps.caps}
+        start_equal.check_structure(start_equal.describe(named, settings), self._transport, s.timeout_s)
+
+    def _manage(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
+        self._managed = arguments.managed_parameters(self.module, self.parameters_to_ignore)
+        self._module_parameters = [
+            p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
+        ]
+        self.device = self._module_parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
+        self.device_ids, self.output_device = arguments.choose_devices(
+            device_ids, output_device, self._module_parameters
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+
+    def _start_equal(self, init: str, with_buffers: bool) -> None:
+        ignored = self.parameters_to_ignore
+        named: list[tuple[str, torch.Tensor]] = [
+            (n, p) for n, p in self.module.named_parameters() if n not in ignored
+        ]
+        if with_buffers:
+            named += [(n, b) for n, b in self.module.named_buffers() if n not in ignored]
+        if init == "verify":
+            start_equal.verify_values(named, self._transport, self._settings.timeout_s)
+        else:
+            start_equal.broadcast_values([t for _, t in named], self._transport, self._settings.timeout_s)
+
+    def _build(self) -> None:
+        """Lay out the gradients and hook the parameters; also after unpickling."""
+        self._assign_modules_buffers()
+        if self._use_python_reducer:
+            self._build_for_compiled_autograd()
+            return
+        managed = self._managed
+        metas = [
+            ParamMeta(name, tuple(p.shape), tuple(p.stride()), p.dtype, p.device, sparse)
+            for name, p, sparse in zip(managed.names, managed.params, managed.sparse, strict=True)
+        ]
+        layout = plan_layout(metas, self._first_order(), self._settings.caps)
+        self._core = Reducer(managed.params, layout, self._transport, self._reduction, self._settings)
+        guard = StepGuard(self._core, {id(p) for p in managed.params}, refuses=self._guard_refuses)
+        self.reducer = TorchReducer(self._core)
+        self._closing = weakref.finalize(self, _close, self._core, guard)
+        if self.mixed_precision is not None:
+            self._build_mixed_precision()
+
+    def _first_order(self) -> list[int]:
+        """Backward visits parameters in about the reverse order of registration; delayed ones come last."""
+        delayed = {id(p) for p in self._delay_all_reduce_params}
+        order = list(reversed(range(len(self._managed.params))))
+        return sorted(order, key=lambda i: id(self._managed.params[i]) in delayed)
+
+    # ---- a step
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._use_python_reducer:
+            return self.module(*inputs, **kwargs)
+        return self._forward(*inputs, **kwargs)
+
+    @torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self._use_python_reducer:
+            return inputs, kwargs
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        core = self._core
+        core.before_forward(training=torch.is_grad_enabled() and self.training)
+        if torch.is_grad_enabled() and core.sync_on:
+            self.logger.before_forward(core.trace)
+        core.trace.stamp(Moment.FORWARD_BEGIN, core.reductions)
+        self._count_active_ranks()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        return self._place_inputs(inputs, kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._use_python_reducer:
+            return output
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        core = self._core
+        grad_enabled = torch.is_grad_enabled()
+        self.require_forward_param_sync = grad_enabled and self.require_backward_grad_sync
+        if grad_enabled:
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    core.watch_backward(tensor)
+        core.trace.stamp(Moment.FORWARD_END, core.reductions)
+        return output
+
+    def sync_gradients(self) -> None:
+        """Reduce what has been accumulated, without another forward.
+
+        Needed after backward with `overlap=False`, and after backwards that ran inside `no_sync()`. Does nothing while
+        synchronisation is switched off, or when everything is reduced already.
+        """
+        if self.do_sync and (self._core.window_open or not self._settings.overlap):
+            self._core.reduce_now()
+
+    # ---- when to reduce
+
+    @property
+    def do_sync(self) -> bool:
+        """Whether the next backward reduces gradients."""
+        return self._core.sync_on
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """torch's name for `do_sync`."""
+        return self._core.sync_on if not self._use_python_reducer else self._python_reducer_syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if self._use_python_reducer:
+            self._python_reducer_syncs = value
+        else:
+            self._core.sync_on = value
+
+    def enable_grad_sync(self) -> None:
+        """Reduce gradients in the backwards that follow."""
+        self.require_backward_grad_sync = True
+
+    def disable_grad_sync(self) -> None:
+        """Only accumulate gradients in the backwards that follow."""
+        self.require_backward_grad_sync = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them. What counts is where backward runs, not forward.
+
+        Example:
+            >>> with model.no_sync():
+            ...     model(a).sum().backward()   # accumulates
+            >>> model(b).sum().backward()       # reduces both
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @contextmanager
+    def weight(self, weight: float) -> Iterator[None]:
+        """Weigh the backwards inside: gradients become the exact mean over all tokens of all ranks and micros.
+
+        Give the number of tokens (or samples) that the loss is a mean over. All micros of a step, on all ranks, must
+        run inside `weight(...)`.
+
+        Example:
+            >>> with model.weight(n_tokens):
+            ...     loss.backward()
+        """
+        if not weight >= 0 or weight == float("inf"):
+            raise UsageError(f"expected a weight of zero or more, such as a number of tokens, got {weight!r}")
+        core = self._core
+        if stale := [n for n, p in zip(self._managed.names, self._managed.params, strict=True) if p.grad is not None]:
+            raise UsageError(
+                f"weight() needs a step that starts from empty gradients, but {stale[0]} has one (and {len(stale) - 1} "
+                f"more); call optimizer.zero_grad() before the first micro, and put every micro inside weight()"
+            )
+        before, core.weight = core.weight, float(weight)
+        try:
+            yield
+        finally:
+            core.weight = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train with uneven inputs: a rank that runs out of data takes part with zeros. As torch's `join`."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    @property
+    def trace(self) -> Trace:
+        """What happened when on this rank."""
+        return self._core.trace
+
+
+def _close(core: Reducer, guard: StepGuard) -> None:
+    guard.close()
+    core.close()

@@ -1,0 +1,302 @@
+"""What torch's class offers beside training: the names that other libraries and torch itself reach for.
+
+The base class is torch's own, because isinstance() checks of Accelerate, Lightning, torch's checkpointing and
+torch.compile ask for it. Its constructor never runs; `tests/shape` holds the list of its methods that are used as they
+are, so that none runs by accident.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+from paceline.collectives.api import Op, Transport
+from paceline.collectives.reduction import GradBucket, Reduction
+from paceline.collectives.wait import finish
+from paceline.reducer.reducer import Reducer, ReducerSettings
+from paceline.replica import arguments, start_equal
+from paceline.replica.join import ReplicaJoinHook
+from paceline.replica.logging_data import TorchLogger
+from paceline.strategies.comm_hook import CommHook
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+class TorchSurface(TorchDDP):
+    """The part of the drop-in that exists because torch's class has it."""
+
+    if TYPE_CHECKING:
+        _core: Reducer
+        _transport: Transport
+        _settings: ReducerSettings
+        _reduction: Reduction
+        _managed: arguments.Managed
+
+        def _build(self) -> None: ...
+        def _manage(self, device_ids: Any, output_device: Any) -> None: ...
+        def _join_world(self, transport: Any, process_group: Any, device_mesh: Any) -> None: ...
+
+    def _init_torch_attributes(self, module: nn.Module, check_reduction: bool, delayed: Iterable[Any]) -> None:
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._delay_all_reduce_params = [param for _, param in delayed]
+        self._use_python_reducer = torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
+        self._python_reducer_syncs = True
+        self.require_forward_param_sync = True
+        self.broadcast_bucket_size = start_equal.CHUNK_BYTES
+        self.use_side_stream_for_tensor_copies = True
+        self._lazy_init_ran = False
+        self._ddp_sink_clone = True
+        self._divide_by_initial_world_size = True
+        self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
+        self._accum_grad_hooks: list[Any] = []
+        self.logger = TorchLogger()
+        if check_reduction:
+            warnings.warn(
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+                FutureWarning,
+                stacklevel=3,
+            )
+
+    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+        """Set `forward_sync_buffers`; returns whether buffers are made equal at the start too."""
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. Unlike broadcast_buffers=False, "
+                "forward_sync_buffers=False still makes buffers equal once, at the start."
+                if forward_sync_buffers is None
+                else "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is "
+                "deprecated and its value is ignored when `forward_sync_buffers` is provided.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers = forward_sync_buffers
+            return True
+        self.forward_sync_buffers = broadcast_buffers is None or broadcast_buffers
+        return self.forward_sync_buffers
+
+    # ---- names that torch computes in its constructor
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        return max(self._settings.caps.caps)
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        return list(self._settings.caps.caps) if self._settings.caps.listed else []
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:
+        return self._settings.caps.caps[0] < self.bucket_bytes_cap and not self._settings.caps.listed
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self._core.order_learned
+
+    # ---- copies and pickles: without what belongs to this process
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        attrs = copy.copy(self.__dict__)
+        for name in ("process_group", "reducer", "logger", "_core", "_closing", "_transport", "_managed"):
+            attrs.pop(name, None)
+        return attrs
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+        self.__dict__.pop("broadcast_buffers", None)
+        self.logger = TorchLogger()
+        self._join_world("auto", None, None)
+        self._manage(self.device_ids, self.output_device)
+        self._build()
+        if self.static_graph:
+            self._core.set_static_graph()
+
+    # ---- communication hooks
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook(state, bucket) -> Future[Tensor]` combine the buckets; torch's own hooks work. Once, before backward.
+
+        The bucket has the methods of `torch.distributed.GradBucket`. Gradients come undivided.
+        """
+        self._check_comm_hook(hook)
+        self._comm_hooks.append((hook, state))
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        if self._use_python_reducer:
+            return
+        if isinstance(self._core.reduction, CommHook):
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._core.reduction = CommHook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _lazy_init(self) -> None:
+        self._setup_in_backward_optimizers()
+        self._lazy_init_ran = True
+
+    # ---- the static graph, and moves to another group
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        self.static_graph = True
+        if not self._use_python_reducer:
+            self._core.set_static_graph()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on in another group; the next reduction learns the order of gradients again."""
+        self._core.abandon()
+        if new_process_group != dist.GroupMember.NON_GROUP_MEMBER:
+            self._transport.close()
+            self._join_world("auto", new_process_group, None)
+            self._core.move_to(self._transport)
+
+    def _remove_autograd_hooks(self) -> None:
+        self._core.close()
+
+    def _check_reducer_finalized(self) -> None:
+        """In torch, whether the last backward was reduced. Here it always is, or has raised."""
+
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
+        """A hint for torch's sparse reduction; this one needs none."""
+
+    # ---- buffers and uneven inputs
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        start_equal.broadcast_values(tensors, self._transport, self._settings.timeout_s, root=authoritative_rank)
+
+    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
+        """The largest rank for which `rank_cond` holds."""
+        candidate = torch.tensor([input_rank if rank_cond else -1], device=self.device)
+        self._finish(self._transport.all_reduce(candidate, Op.MAX), "the choice of a rank to follow")
+        chosen = int(candidate.item())
+        assert chosen >= 0, "some rank is always eligible"
+        return chosen
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
+        """Inside join(): whether the ranks that still have data reduce in this step."""
+        wants = 0.0 if is_joined_rank or not self.require_backward_grad_sync else 1.0
+        flag = torch.full((1,), wants, device=self.device)
+        self._finish(self._transport.all_reduce(flag), "the choice to reduce inside join()")
+        return bool(flag.item() != 0)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        root = self._find_common_rank(self._transport.rank, is_last_joiner)
+        tensors: list[torch.Tensor] = list(self._module_parameters)
+        if self.forward_sync_buffers:
+            tensors += [b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
+        start_equal.broadcast_values(tensors, self._transport, self._settings.timeout_s, root=root)
+
+    def join_hook(self, **kwargs: Any) -> ReplicaJoinHook:
+        """What a rank does after it has run out of data. As torch's `join_hook`."""
+        self.logger._set_uneven_input_join()
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        return ReplicaJoinHook(self, divide_by_initial_world_size=divide)
+
+    def _count_active_ranks(self) -> None:
+        """Inside join(): tell that this rank has data, and divide by those that have, if that was asked for."""
+        work = Join.notify_join_context(self)
+        self._core.divisor = self._transport.size
+        if work is not None and not self._divide_by_initial_world_size:
+            work.wait()
+            self._core.divisor = float(work.result()[0].item())
+
+    def _place_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Move the inputs to this replica's device, and cast them under mixed precision."""
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved, moved_kwargs = dist.utils._to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if self.mixed_precision is not None:
+            inputs, kwargs = dist.utils._cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
+        return inputs, kwargs
+
+    def _finish(self, work: Any, what: str) -> None:
+        finish(work, what=what, watch=self._transport.watch, timeout_s=self._settings.timeout_s)
+
+    # ---- torch.compile with optimize_ddp="python_reducer"
+
+    def _build_for_compiled_autograd(self) -> None:
+        """Compiled autograd traces hooks into the graph, so the hooks must be torch's plain functional ones."""
+        torch._inductor.config._fuse_ddp_communication = True
+        torch._inductor.config._fuse_ddp_bucket_size = self.bucket_bytes_cap // (1024 * 1024)
+        self._register_accum_grad_hook()
+
+    # ---- what torch reports about itself
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return self.logger.data(self)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+        self.logger.sample_rate = sample_rate
+
+
+class TorchReducer:
+    """`model.reducer` as code written for torch's C++ reducer knows it."""
+
+    def __init__(self, core: Reducer) -> None:
+        self._core = core
+
+    def _rebuild_buckets(self) -> bool:
+        return self._core.relay_now()
+
+    def prepare_for_forward(self) -> None:
+        self._core.before_forward(training=True)
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """torch must be told which outputs a reduced backward starts from; here parameters' own hooks tell."""
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[Any]":
+        """The sum of a bucket over all ranks, undivided."""
+        transport = self._core.transport
+        finish(transport.all_reduce(bucket.buffer()), what=f"bucket {bucket.index()}", watch=transport.watch)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result([bucket.buffer()])
+        return future
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """On how many ranks each parameter took part in the last reduction."""
+        count = len(self._core.layout.params)
+        uses = self._core.uses or [self._core.transport.size] * count
+        return torch.tensor(uses, dtype=torch.int32, device=self._core.layout.params[0].device)
+
+    def _install_post_backward_futures(self, futures: "list[torch.futures.Future[Any]]") -> None:
+        self._core.after_backward.extend(futures)
+
+    def _set_optimizer_in_backward(self) -> None:
+        self._core.optimizes_in_backward = True
+
+    def _ddp_graph_static(self) -> bool:
+        return not self._core.graph_changed
+
+    def _check_reducer_finalized(self) -> None:
+        """See TorchSurface._check_reducer_finalized."""
+
+    def _remove_autograd_hooks(self) -> None:
+        self._core.close()

@@ -1,0 +1,43 @@
+"""torch's communication hooks as reductions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.collectives.api import Transport
+from paceline.collectives.reduction import Flight, GradBucket
+from paceline.collectives.wait import FutureWork
+
+Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
+
+
+@dataclass(frozen=True, slots=True)
+class CommHook:
+    """A hook `hook(state, bucket) -> Future[Tensor]` as `register_comm_hook` takes it. The hook divides by itself."""
+
+    state: Any
+    hook: Hook
+    divides: bool = True
+
+    def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
+        future = self.hook(self.state, bucket)
+        if not isinstance(future, torch.futures.Future):
+            raise RuntimeError(
+                f"a communication hook must return a torch.futures.Future, but {self.hook!r} returned a "
+                f"{type(future).__name__}: callback must return a torch.futures.Future object"
+            )
+
+        def land() -> torch.Tensor:
+            return _tensor_of(future.value())
+
+        return Flight(FutureWork(future), land)
+
+
+def _tensor_of(value: Any) -> torch.Tensor:
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, torch.Tensor):
+        raise RuntimeError(f"a communication hook's future must hold one tensor, got {type(value).__name__}")
+    return value
