@@ -76,4 +76,10 @@ class Reduction(Protocol):
         """True when the reduction divides by the number of ranks itself; else gradients are divided on their way in."""
         ...
 
+    @property
+    def chains(self) -> bool:
+        """True when it may start further collectives as earlier ones complete, so that nothing else may be started
+        between them: ranks would disagree about the order."""
+        ...
+
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight: ...

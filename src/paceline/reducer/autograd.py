@@ -1,7 +1,8 @@
 """The only user of private autograd calls, so that a change in torch is a change in one small file."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -24,3 +25,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[]
 
     Variable._execution_engine.queue_callback(at_end)  # type: ignore[attr-defined, no-untyped-call]
     return weakref.ref(at_end)
+
+
+def hook_owners(param: torch.Tensor) -> Iterator[Any]:
+    """The objects whose methods are hooked to `param`, oldest first."""
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+        owner = getattr(hook, "__self__", None)
+        if owner is not None:
+            yield owner

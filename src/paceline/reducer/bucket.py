@@ -83,6 +83,7 @@ class Bucket:
         self.state = BucketState.FILLING
         self.missing = len(self.slots)
         self.flight: Flight | None = None
+        self.skipped = False  # left out of this reduction, because no rank used any of it
         if spec.sparse:
             self.flat = _no_rows(slots[0].meta)
         else:
@@ -114,6 +115,7 @@ class Bucket:
         self.state = BucketState.FILLING
         self.missing = len(self.slots)
         self.flight = None
+        self.skipped = False
 
     def grad_bucket(self, *, last: bool) -> GradBucket:
         views = [self.flat] if self.spec.sparse else [slot.view for slot in self.slots]
@@ -160,6 +162,13 @@ class Bucket:
             self.collect(slot, scale)
         elif not slot.held:
             self.zero(slot)
+
+    def lend(self, slot: GradSlot) -> None:
+        """Contribute zeros and keep the gradient that is there, to be given back untouched."""
+        grad = slot.param.grad
+        slot.kept = grad.clone() if grad is not None and slot.attached() else grad
+        slot.param.grad = None
+        self.zero(slot)
 
     def zero(self, slot: GradSlot) -> None:
         if self.spec.sparse:

@@ -34,6 +34,7 @@ class ReducerSettings:
     unused: str = "zero"  # or "error"
     static_graph: bool = False
     timeout_s: float | None = None
+    skip_unused: bool = False  # the user vouches that ranks agree on unused parameters: leave out unused buckets
     hold: bool = False  # never show unreduced gradients: their dtype is not the parameter's (mixed precision)
 
 
@@ -78,7 +79,11 @@ class Reducer:
         self.order_learned = False
         self.graph_changed = False
 
+        self.buckets_reduced = 0  # in the last reduction
+        self.last_error: str | None = None
+
         self._lock = threading.RLock()
+        self._asleep = False
         self._backward: Backward | None = None
         self._weight_sum = 0.0
         self._next = 0  # the bucket whose turn it is
@@ -86,10 +91,11 @@ class Reducer:
         self._shadowing = False
         self._words: tuple[Work, torch.Tensor] | None = None
         self._next_layout: Layout | None = None
-        self._static_uses: list[bool] | None = None
+        self._first_uses: list[bool] | None = None
         self._slots = [GradSlot(i, meta, param) for i, (meta, param) in enumerate(zip(layout.params, params, strict=True))]
         self._slot_of = {id(slot.param): slot for slot in self._slots}
         self._lay(layout)
+        self._wake()
         self._handles = [p.register_post_accumulate_grad_hook(self.on_grad_ready) for p in params]
 
     # ---- the way of a gradient
@@ -97,6 +103,8 @@ class Reducer:
     def on_grad_ready(self, param: torch.Tensor) -> None:
         """Autograd has added to `param.grad`. Runs once per parameter and backward, on the thread of the backward."""
         with self._lock, torch.no_grad():
+            if self._asleep or param.grad is None:  # None: autograd delivered an undefined gradient
+                return
             backward = self._enter(autograd.task_id())
             if not backward.delivered:
                 self._begin(backward)
@@ -128,9 +136,10 @@ class Reducer:
             bucket = self._buckets[self._next]
             bucket.move(BucketState.FLYING)
             self.trace.stamp(Moment.LAUNCHED, self.reductions, self._next)
-            bucket.flight = self.reduction(bucket.grad_bucket(last=self._next == last), self.transport)
+            if not bucket.skipped:
+                bucket.flight = self.reduction(bucket.grad_bucket(last=self._next == last), self.transport)
             self._next += 1
-        if self._next > last and self._words is None:
+        if self._next > last and self._words is None and not self.reduction.chains:
             self._send_words()
 
     def _finish(self) -> None:
@@ -140,6 +149,7 @@ class Reducer:
         try:
             for bucket in self._buckets:
                 if bucket.state is BucketState.FILLING:
+                    bucket.skipped = self.settings.skip_unused and not any(slot.used for slot in bucket.slots)
                     for slot in bucket.slots:
                         if not slot.fired:
                             bucket.contribute_nothing_new(slot, self._scale_in())
@@ -147,18 +157,20 @@ class Reducer:
             self._launch()
             for bucket in self._buckets:
                 self._land(bucket)
+            self.buckets_reduced = sum(not bucket.skipped for bucket in self._buckets)
             error = self._settle(self._receive_words())
         finally:
             self._reset()
         if error is not None:
+            self.last_error = str(error)
             raise error
 
     def _land(self, bucket: Bucket) -> None:
-        assert bucket.flight is not None
         index = bucket.spec.index
         self.trace.stamp(Moment.WAIT_ENTERED, self.reductions, index)
-        self._wait(bucket.flight.work, f"bucket {index} of backward {self.reductions}")
-        bucket.put_result(bucket.flight.land())
+        if bucket.flight is not None:
+            self._wait(bucket.flight.work, f"bucket {index} of backward {self.reductions}")
+            bucket.put_result(bucket.flight.land())
         bucket.move(BucketState.LANDED)
         self.trace.stamp(Moment.WAIT_LEFT, self.reductions, index)
 
@@ -184,7 +196,8 @@ class Reducer:
             self.on_finished()
         if not self.optimizes_in_backward:
             for slot in self._slots:
-                slot.bucket.hand_back(slot, touched=self.uses is None or self.uses[slot.index] > 0)
+                used_somewhere = self.uses is None or self.uses[slot.index] > 0
+                slot.bucket.hand_back(slot, touched=used_somewhere and not self._shadowing)
         if not self.order_learned:
             self._learn_order()
         self.reductions_since_step += 1
@@ -283,19 +296,22 @@ class Reducer:
         self._words = self.transport.all_gather(gathered, words.encode()), gathered
 
     def _receive_words(self) -> list[Words]:
+        if self._words is None:
+            self._send_words()
         assert self._words is not None
         work, gathered = self._words
         self._wait(work, f"the words of backward {self.reductions}")
         return decode_all(gathered)
 
     def _graph_change(self) -> GraphChanged | None:
-        if not self.settings.static_graph:
-            return None
+        """Compare the set of used parameters with that of the first reduction."""
         uses = [slot.used for slot in self._slots]
-        before, self._static_uses = self._static_uses, self._static_uses or uses
+        before, self._first_uses = self._first_uses, self._first_uses or uses
         if before is None or before == uses or self._shadowing:
             return None
         self.graph_changed = True
+        if not self.settings.static_graph:
+            return None
         changed = [
             f"{slot.meta.name} ({'used' if now else 'unused'} now, {'used' if was else 'unused'} before)"
             for slot, was, now in zip(self._slots, before, uses, strict=True)
@@ -344,6 +360,8 @@ class Reducer:
     def before_forward(self, *, training: bool) -> None:
         """Forget a backward that failed, take up a new layout, and note that a step has begun."""
         with self._lock:
+            if self._asleep:
+                self._wake()
             if autograd.task_id() == -1 and self._backward is not None:
                 self.abandon()
             if self._backward is None:
@@ -368,17 +386,19 @@ class Reducer:
         with self._lock, torch.no_grad():
             if self._backward is not None and self._backward.running() is not None:
                 raise IllegalMove("sync_gradients() was called while a backward runs; call it after loss.backward()")
+            self._relay()
             self._begin_reduction()
             self._finish()
 
     def shadow(self) -> None:
-        """Take part in a reduction with zeros: what a rank that has run out of data does inside join()."""
+        """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
         with self._lock, torch.no_grad():
+            self._relay()
             self._begin_reduction()
             self._shadowing = True
             for slot in self._slots:
-                slot.param.grad, slot.fired = None, True
-                slot.bucket.zero(slot)
+                slot.bucket.lend(slot)
+                slot.fired = True
             for bucket in self._buckets:
                 bucket.move(BucketState.FULL)
             self._finish()
@@ -388,6 +408,13 @@ class Reducer:
         with self._lock:
             self._backward = None
             self._reset()
+
+    def take_gradients(self) -> None:
+        """Take what is in `param.grad` into the buckets, so that the dtype of the parameters may change."""
+        with self._lock, torch.no_grad():
+            for slot in self._slots:
+                if slot.param.grad is not None:
+                    slot.bucket.contribute_nothing_new(slot, self._scale_in())
 
     def unreduced(self) -> list[str]:
         """Names of parameters whose gradients were not reduced since they were last added to."""
@@ -410,6 +437,19 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        others = [other for other in self._others() if other._asleep]
+        if others and not self._asleep:
+            others[-1]._asleep = False
+
+    def _wake(self) -> None:
+        """Of several replicas of one module only one reduces: the one that was made, or called, last."""
+        for other in self._others():
+            other._asleep = True
+        self._asleep = False
+
+    def _others(self) -> "list[Reducer]":
+        owners = autograd.hook_owners(self._slots[0].param)
+        return [owner for owner in owners if isinstance(owner, Reducer) and owner is not self]
 
     def relay_now(self) -> bool:
         """Take up the planned layout, if there is one and nothing is under way."""

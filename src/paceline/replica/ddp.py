@@ -18,6 +18,7 @@ from paceline.layout import BucketCaps, ParamMeta, plan_layout
 from paceline.reducer.reducer import Reducer, ReducerSettings
 from paceline.replica import arguments, start_equal
 from paceline.replica.guard import StepGuard
+from paceline.replica.mixed_precision import NarrowParameters, cast_buffers, reduction_for
 from paceline.replica.outputs import tensors_in
 from paceline.replica.torch_surface import TorchReducer, TorchSurface
 from paceline.strategies.reduction import Mean
@@ -99,6 +100,7 @@ class DistributedDataParallel(TorchSurface):
             overlap=overlap,
             unused=unused,
             timeout_s=timeout,
+            skip_unused=skip_all_reduce_unused_params,
             hold=mixed_precision is not None,
         )
         self._reduction: Reduction = reduction or Mean()
@@ -127,7 +129,9 @@ class DistributedDataParallel(TorchSurface):
                 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
                 _pre_dp_module_transform(self.module)
-        alone = transport == "local" or self.process_group.size() == 1
+        # A group defined in Python may do something even for one rank, so it is always asked.
+        stock = type(self.process_group) is torch.distributed.ProcessGroup
+        alone = transport == "local" or (stock and self.process_group.size() == 1)
         self._transport = LocalTransport() if alone else TorchDistTransport(self.process_group)
 
     def _check_same_model(self, init: str) -> None:
@@ -177,8 +181,13 @@ class DistributedDataParallel(TorchSurface):
         guard = StepGuard(self._core, {id(p) for p in managed.params}, refuses=self._guard_refuses)
         self.reducer = TorchReducer(self._core)
         self._closing = weakref.finalize(self, _close, self._core, guard)
+        self._narrow: NarrowParameters | None = None
         if self.mixed_precision is not None:
-            self._build_mixed_precision()
+            config = self.mixed_precision
+            self._narrow = NarrowParameters(self._module_parameters, config.param_dtype)
+            self._core.reduction = reduction_for(config, managed.params)
+            self._core.on_finished = self._narrow.widen
+            cast_buffers(self.module, config.buffer_dtype, self.parameters_to_ignore)
 
     def _first_order(self) -> list[int]:
         """Backward visits parameters in about the reverse order of registration; delayed ones come last."""
@@ -215,6 +224,9 @@ class DistributedDataParallel(TorchSurface):
             self._sync_buffers()
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        if self._narrow is not None:
+            core.take_gradients()
+            self._narrow.narrow()
         return self._place_inputs(inputs, kwargs)
 
     def _post_forward(self, output: Any) -> Any:
@@ -229,6 +241,8 @@ class DistributedDataParallel(TorchSurface):
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
                     core.watch_backward(tensor)
+        elif self._narrow is not None:
+            self._narrow.widen()
         core.trace.stamp(Moment.FORWARD_END, core.reductions)
         return output
 

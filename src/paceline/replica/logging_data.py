@@ -58,7 +58,7 @@ class TorchLogger:
     def data(self, replica: "TorchSurface") -> dict[str, Any]:
         core, settings = replica._core, replica._settings
         metas = core.layout.params
-        backend = dist.get_backend(replica.process_group) if replica.process_group is not None else "none"
+        backend = _backend_name(replica.process_group)
         env = _ENV_OF_ALL | (_ENV_OF_GLOO if "gloo" in backend else {})
         sizes = [sum(metas[place.param].nbytes for place in spec.slots) for spec in core.layout.buckets]
         data: dict[str, Any] = {
@@ -79,8 +79,7 @@ class TorchLogger:
             "num_parameter_tensors": len(metas),
             "bucket_sizes": ", ".join(map(str, sizes)),
             "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in replica.module.modules())),
-            "num_buckets_reduced": len(core.layout.buckets) if core.reductions else 0,
-            "comm_hook": "",
+            "num_buckets_reduced": core.buckets_reduced,
         }
         data |= {key: os.environ.get(variable, "N/A") for key, variable in env.items()}
         if "gloo" in backend:
@@ -96,7 +95,16 @@ class TorchLogger:
                     " ".join(str(place.param) for place in spec.slots) for spec in core.layout.buckets
                 ),
             }
+        if core.last_error is not None:
+            self.set_error_and_log(core.last_error)
         return data | self._runtime | self._facts
+
+
+def _backend_name(group: Any) -> str:
+    """The backend's name; a group that Python code made itself is not in torch's list and names itself."""
+    if group is None:
+        return "none"
+    return str(dist.get_backend(group)) if group in dist.distributed_c10d._world.pg_map else str(group.name())
 
 
 def _times(stamps: list[Stamp]) -> dict[str, int]:

@@ -22,11 +22,17 @@ Described = dict[str, Any]
 
 def describe(named: Sequence[tuple[str, torch.Tensor]], settings: Mapping[str, object]) -> Described:
     """What must be equal on all ranks, as plain data."""
-    params = [
-        [name, list(p.shape), str(p.dtype), list(p.stride()) if p.layout == torch.strided else [], p.requires_grad]
-        for name, p in named
-    ]
-    return {"settings": {key: str(value) for key, value in settings.items()}, "params": params}
+    return {
+        "settings": {key: str(value) for key, value in settings.items()},
+        "params": [_describe_one(name, p) for name, p in named],
+    }
+
+
+def _describe_one(name: str, p: torch.Tensor) -> list[Any]:
+    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
+        return [name, "uninitialized", str(p.dtype), "uninitialized", p.requires_grad]
+    strides = list(p.stride()) if p.layout == torch.strided else []
+    return [name, list(p.shape), str(p.dtype), strides, p.requires_grad]
 
 
 def check_structure(mine: Described, transport: Transport, timeout_s: float | None) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 from paceline.collectives.api import Op, Transport
 from paceline.collectives.reduction import GradBucket, Reduction
 from paceline.collectives.wait import finish
+from paceline.errors import IllegalMove
 from paceline.reducer.reducer import Reducer, ReducerSettings
 from paceline.replica import arguments, start_equal
 from paceline.replica.join import ReplicaJoinHook
@@ -161,9 +162,13 @@ class TorchSurface(TorchDDP):
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
-        self.static_graph = True
         if not self._use_python_reducer:
+            if self._core.reductions:
+                message = "Static graph should be set: _set_static_graph() should be called before training loop starts."
+                self._core.last_error = message
+                raise IllegalMove(message)
             self._core.set_static_graph()
+        self.static_graph = True
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on in another group; the next reduction learns the order of gradients again."""
@@ -205,7 +210,7 @@ class TorchSurface(TorchDDP):
         return bool(flag.item() != 0)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        root = self._find_common_rank(self._transport.rank, is_last_joiner)
+        root = self._authoritative_rank = self._find_common_rank(self._transport.rank, is_last_joiner)
         tensors: list[torch.Tensor] = list(self._module_parameters)
         if self.forward_sync_buffers:
             tensors += [b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
@@ -222,8 +227,8 @@ class TorchSurface(TorchDDP):
         work = Join.notify_join_context(self)
         self._core.divisor = self._transport.size
         if work is not None and not self._divide_by_initial_world_size:
-            work.wait()
-            self._core.divisor = float(work.result()[0].item())
+            (active,) = work.get_future().wait()
+            self._core.divisor = float(active.item())
 
     def _place_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         """Move the inputs to this replica's device, and cast them under mixed precision."""

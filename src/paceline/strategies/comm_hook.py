@@ -20,13 +20,14 @@ class CommHook:
     state: Any
     hook: Hook
     divides: bool = True
+    chains: bool = True
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
         future = self.hook(self.state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):
             raise RuntimeError(
-                f"a communication hook must return a torch.futures.Future, but {self.hook!r} returned a "
-                f"{type(future).__name__}: callback must return a torch.futures.Future object"
+                f"communication hook {getattr(self.hook, '__qualname__', self.hook)}: callback must return a "
+                f"torch.futures.Future object, but got {type(future).__name__}"
             )
 
         def land() -> torch.Tensor:

@@ -13,6 +13,7 @@ class Mean:
     """The mean over all ranks. Gradients come divided already, so the sum is the mean."""
 
     divides: bool = False
+    chains: bool = False
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
         return Flight(transport.all_reduce(bucket.buffer()))
@@ -24,6 +25,7 @@ class Wire:
 
     dtype: torch.dtype
     divides: bool = False
+    chains: bool = False
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
         full = bucket.buffer()

@@ -1,0 +1,42 @@
+"""Process groups that Python code defines and torch does not list: only their own methods can be called."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.api import Work
+from paceline.collectives.wait import FutureWork
+
+
+def all_reduce(group: dist.ProcessGroup, flat: torch.Tensor, op: Any) -> Work:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return FutureWork(group.allreduce([flat], options).get_future())
+
+
+def broadcast(group: dist.ProcessGroup, flat: torch.Tensor, root: int) -> Work:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return _PythonWork(group.broadcast([flat], options))
+
+
+def all_gather(group: dist.ProcessGroup, out: torch.Tensor, part: torch.Tensor) -> Work:
+    outs = list(out.view(group.size(), -1).unbind())
+    return _PythonWork(group.allgather([outs], [part.reshape(-1)], dist.AllgatherOptions()))
+
+
+class _PythonWork:
+    """A work object written in Python, of which only a `wait` with a timeout is known."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._complete = False
+
+    def done(self) -> bool:
+        return self._complete
+
+    def wait(self, seconds: float) -> bool:
+        self._complete = self._complete or bool(self._raw.wait(timedelta(seconds=seconds)))
+        return self._complete

@@ -1,0 +1,262 @@
+"""Any torch.distributed backend as a transport."""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from paceline.collectives import python_group
+from paceline.collectives.api import Op, Watch, Work, check_gather, check_reducible, check_root, describe
+from paceline.collectives.watch import StoreWatch
+from paceline.errors import UsageError
+
+_REDUCE_OPS = {
+    Op.SUM: dist.ReduceOp.SUM,
+    Op.PRODUCT: dist.ReduceOp.PRODUCT,
+    Op.MIN: dist.ReduceOp.MIN,
+    Op.MAX: dist.ReduceOp.MAX,
+}
+
+
+class TorchDistTransport:
+    """Collectives of a torch process group. Ranks are numbered within the group.
+
+    A group with an abandoned collective (Ctrl-C, PeerAbsent, PeerLost) cannot be used again, but the process can exit
+    and the group can be destroyed at once: see `_Pin`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, watch: StoreWatch | None = None) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise UsageError(f"expected a process group that this rank is a member of, got {group!r}")
+        self._group = group
+        self._rank = group.rank()
+        self._size = group.size()
+        self._listed = group in distributed_c10d._world.pg_map  # else made by Python code, unknown to torch
+        self._pin = _Pin(group)
+        self._backends: dict[torch.device, str] = {}
+        self._watch = watch if watch is not None else watch_of(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def watch(self) -> Watch:
+        return self._watch
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
+        check_reducible(flat, op)
+        mean_after = op is Op.MEAN and self._backend(flat.device) != "nccl"
+        native = _native(Op.SUM if mean_after else op)
+        if not self._listed:
+            return python_group.all_reduce(self._group, flat, native)
+        raw = dist.all_reduce(flat, native, group=self._group, async_op=True)
+        return self._begun(raw, describe("all_reduce", flat, op.value), flat, self._size if mean_after else 1)
+
+    def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
+        check_root(root, self._size)
+        if not self._listed:
+            return python_group.broadcast(self._group, flat, root)
+        raw = dist.broadcast(flat, group=self._group, async_op=True, group_src=root)
+        return self._begun(raw, describe("broadcast", flat, f"root={root}"), flat, 1)
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
+        check_gather(out, part, self._size)
+        if not self._listed:
+            return python_group.all_gather(self._group, out, part)
+        raw = _gather_into()(out.view(-1), part.reshape(-1), group=self._group, async_op=True)
+        return self._begun(raw, describe("all_gather", part, ""), out, 1)
+
+    def close(self) -> None:
+        """The group belongs to whoever made it, so there is nothing to give back."""
+
+    def _backend(self, device: torch.device) -> str:
+        found = self._backends.get(device)
+        if found is None:
+            try:
+                found = str(self._group._get_backend(device).name())
+            except (RuntimeError, NotImplementedError):  # a process group written in Python has no backends
+                found = str(self._group.name())
+            self._backends[device] = found
+        return found
+
+    def _begun(self, raw: Any, call: str, tensor: torch.Tensor, divide_by: int) -> Work:
+        self._watch.began(call)
+        if tensor.device.type != "cpu" and self._backend(tensor.device) != "gloo":
+            return _StreamWork(raw, tensor, divide_by)
+        return _SlicedWork(raw, tensor, divide_by, self._pin)
+
+
+def watch_of(
+    group: dist.ProcessGroup, *, line: str | None = None, announce: bool = True, report_after_s: float = 3.0
+) -> StoreWatch:
+    """A watch over the ranks of a torch process group, through the group's own store."""
+    store = store_of(group)
+    rank, size = group.rank(), group.size()
+    if line is None and store is not None:
+        # The n-th transport over a group on one rank matches the n-th on another.
+        line = f"transport {store.add(f'paceline/transports/{rank}', 1)}"
+    return StoreWatch(
+        store,
+        rank,
+        size,
+        line=line or "",
+        announce=announce,
+        store_host=_store_host(group, store),
+        report_after_s=report_after_s,
+    )
+
+
+def store_of(group: dist.ProcessGroup) -> Store | None:
+    """The store that a group was formed with. None for a group that torch does not know."""
+    entry = distributed_c10d._world.pg_map.get(group)
+    return entry[1] if entry is not None else None
+
+
+def _store_host(group: dist.ProcessGroup, store: Store | None) -> int | None:
+    """The rank whose process answers for a TCPStore: global rank 0, unless a launcher's agent does."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not isinstance(store, TCPStore) or agents or 0 not in dist.get_process_group_ranks(group):
+        return None
+    return dist.get_group_rank(group, 0)
+
+
+def _native(op: Op) -> Any:
+    return dist.ReduceOp.AVG if op is Op.MEAN else _REDUCE_OPS[op]
+
+
+def _gather_into() -> Callable[..., Any]:
+    # torch 2.13 deprecates the old name with a FutureWarning; torch 2.11 has no other.
+    found: Callable[..., Any] | None = getattr(dist, "all_gather_single", None)
+    return found if found is not None else dist.all_gather_into_tensor
+
+
+class _Pin:
+    """Keeps a process group from being destroyed while a collective of it is in flight.
+
+    Why a group must not be destroyed then
+    --------------------------------------
+    The destructor of ProcessGroupGloo joins its threads, and a thread whose peer never comes waits for the group's
+    timeout (30 minutes). It runs in `dist.destroy_process_group()` and when the interpreter clears its modules, so a
+    rank that was interrupted could not exit. Gloo's `abort` and `shutdown` do nothing about it (measured, torch 2.13).
+    A reference that nobody gives back skips the destructor: the kernel ends the threads with the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._flights = 0
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        with self._lock:
+            self._flights += 1
+            if self._flights == 1:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def release(self) -> None:
+        with self._lock:
+            self._flights -= 1
+            if self._flights == 0:
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
+
+
+class _SlicedWork:
+    """A collective that host threads carry out, as gloo's do: it can be waited for in slices."""
+
+    def __init__(self, raw: Any, tensor: torch.Tensor, divide_by: int, pin: _Pin) -> None:
+        self._raw = raw
+        self._tensor = tensor
+        self._divide_by = divide_by
+        self._pin: _Pin | None = pin
+        self._complete = False
+        pin.hold()
+
+    def done(self) -> bool:
+        return self._complete or self._raw_done()
+
+    def wait(self, seconds: float) -> bool:
+        if self._complete:
+            return True
+        try:
+            waited = self._wait_raw(seconds)
+        except (RuntimeError, TimeoutError) as error:
+            if not self._raw_done():
+                if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
+                    return False
+                raise
+            # It failed, or it completed just after the slice: a second wait returns at once and tells which.
+            self._unpin()
+            self._raw.wait()
+        else:
+            if waited is False and not self._raw_done():
+                return False
+        self._unpin()
+        if self._divide_by > 1:
+            with torch.no_grad():
+                self._tensor.div_(self._divide_by)
+        self._complete = True
+        return True
+
+    def _wait_raw(self, seconds: float) -> object:
+        try:
+            return self._raw.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes 0 ms for "no limit"
+        except TypeError:  # a Work written in Python need not take a timeout
+            return self._raw.wait()
+
+    def _raw_done(self) -> bool:
+        try:
+            return bool(self._raw.is_completed())
+        except (AttributeError, NotImplementedError):  # nor be able to tell
+            return False
+
+    def _unpin(self) -> None:
+        if self._pin is not None:
+            self._pin.release()
+            self._pin = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_pin", None) is not None and self._raw_done():
+            self._unpin()
+
+
+class _StreamWork:
+    """A collective on a device's stream, as NCCL's: waiting orders the current stream after it, not the host."""
+
+    def __init__(self, raw: Any, tensor: torch.Tensor, divide_by: int) -> None:
+        self._raw = raw
+        self._tensor = tensor
+        self._divide_by = divide_by
+        self._ordered = False
+
+    def done(self) -> bool:
+        return bool(self._raw.is_completed())
+
+    def wait(self, seconds: float) -> bool:
+        if not self._ordered:
+            self._raw.wait()  # with a timeout NCCL would block the host
+            if self._divide_by > 1:
+                with torch.no_grad():
+                    self._tensor.div_(self._divide_by)
+            self._ordered = True
+        return True

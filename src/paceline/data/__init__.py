@@ -1,0 +1,5 @@
+"""Dealing samples to ranks."""
+
+from paceline.data.sampler import DistributedSampler
+
+__all__ = ["DistributedSampler"]

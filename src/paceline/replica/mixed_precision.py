@@ -1,0 +1,50 @@
+"""torch's `mixed_precision=` argument: compute in a narrow type, keep parameters and gradients wide.
+
+The narrow copies stand in for the parameters from forward to the end of backward. Gradients come narrow and are added
+into wide buckets; `reduce_dtype` says in which type they travel.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.collectives.reduction import Reduction
+from paceline.strategies.reduction import Mean, Wire
+
+
+def reduction_for(config: Any, params: tuple[nn.Parameter, ...]) -> Reduction:
+    """torch's rule: reduce in `reduce_dtype`, else in `param_dtype`, else in the parameters' own type."""
+    dtype = config.reduce_dtype or config.param_dtype
+    return Mean() if dtype is None or all(p.dtype == dtype for p in params) else Wire(dtype)
+
+
+class NarrowParameters:
+    """Swaps the parameters of one module for narrow copies and back."""
+
+    def __init__(self, params: list[nn.Parameter], dtype: torch.dtype | None) -> None:
+        self._params = params
+        self._dtype = dtype
+        self._wide: list[torch.Tensor] | None = None
+
+    def narrow(self) -> None:
+        """Before forward. Does nothing while the narrow copies are in place already."""
+        if self._wide is None and self._dtype is not None:
+            self._wide = [p.data for p in self._params]
+            for param in self._params:
+                if param.is_floating_point():
+                    param.data = param.data.to(self._dtype)
+
+    def widen(self) -> None:
+        """After the last gradient, or when no backward will come."""
+        if self._wide is not None:
+            for param, wide in zip(self._params, self._wide, strict=True):
+                param.data = wide
+            self._wide = None
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: set[str]) -> None:
+    if dtype is not None:
+        for name, buffer in module.named_buffers():
+            if name not in ignored and buffer.is_floating_point():
+                buffer.data = buffer.to(dtype)

@@ -1,0 +1,5 @@
+"""Forming the world, leaving it, and asking it simple questions."""
+
+from paceline.start.api import get, init, shutdown
+
+__all__ = ["get", "init", "shutdown"]

@@ -1,0 +1,161 @@
+"""`init`, `shutdown` and `get`: all they know is read from torch.distributed and the environment."""
+
+import math
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import IllegalMove, UsageError, WorldNotFormed
+from paceline.start.meet import meet
+from paceline.world import World
+
+NAMES = ("ws", "rank", "grank", "lrank", "pg")
+
+
+def init(
+    *,
+    backend: str | None = None,
+    timeout: float = 30.0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    device: torch.device | str | None = None,
+) -> World:
+    """Form the world and return this process's place in it.
+
+    Everything is read from the launcher's environment; an argument wins over a variable. With no launcher it is a
+    world of one. The device is CUDA device number `local_rank` where there is one (it is made the current device),
+    else the CPU; the backend is gloo for CPU tensors and NCCL for CUDA tensors.
+
+    Raises `WorldNotFormed` with the missing ranks when some do not arrive within `timeout` seconds. Calling it again
+    returns the world that is already there.
+    """
+    _check_arguments(backend, timeout)
+    formed = dist.is_initialized()
+    if formed:
+        _refuse_contradiction(rank, world_size, backend)
+        world = _formed_world(local_rank)
+    else:
+        world = World.from_env(
+            rank=rank, world_size=world_size, local_rank=local_rank, master_addr=master_addr, master_port=master_port
+        )
+    chosen = world.device if device is None else _device(device)
+    if not formed:
+        # All that can be refused has been: from here on others may wait for this rank.
+        _form(world, backend or _default_backend(), timeout)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return replace(world, device_name=str(chosen))
+
+
+def shutdown() -> None:
+    """Leave the world: destroy all process groups. Does nothing when there are none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def get(name: str, group: dist.ProcessGroup | None = None) -> "int | dist.ProcessGroup":
+    """Answer one question about the world by its short name.
+
+    `"ws"` world size, `"rank"` rank, `"grank"` global rank, `"lrank"` rank on this machine, `"pg"` the process group.
+    `group` asks about a group other than the default one. Before `init`, the environment answers all but `"pg"`.
+    """
+    if name not in NAMES:
+        raise UsageError(f"get({name!r}) is not a question: expected one of {', '.join(map(repr, NAMES))}")
+    if not dist.is_initialized():
+        if name == "pg" or group is not None:
+            raise IllegalMove(f"get({name!r}) needs a process group and there is none: call paceline.init() first")
+        world = World.from_env()
+        return {"ws": world.size, "rank": world.rank, "grank": world.rank, "lrank": world.local_rank}[name]
+    if name == "ws":
+        return dist.get_world_size(group)
+    if name == "rank":
+        return dist.get_rank(group)
+    if name == "grank":
+        return dist.get_rank()
+    if name == "lrank":
+        return _formed_world().local_rank
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed says that it is initialised"
+    return default if group is None else group
+
+
+def _check_arguments(backend: str | None, timeout: float) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not math.isfinite(timeout) or timeout <= 0:
+        raise UsageError(f"timeout must be a number of seconds above 0, got {timeout!r}")
+    if backend is None:
+        return
+    known = sorted(dist.Backend.backend_list)
+    for part in str(backend).lower().split(","):
+        if part.rpartition(":")[2] not in known:
+            raise UsageError(f"backend={backend!r} is not known: expected one of {', '.join(known)}, or device:backend")
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={device!r} is not a device: expected for instance 'cpu' or 'cuda:0'") from error
+
+
+def _default_backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def _form(world: World, backend: str, timeout: float) -> None:
+    started = time.monotonic()
+    store = meet(world, timeout)
+    # gloo connects inside the constructor and cannot be interrupted there; a rank that dies after it announced itself
+    # must not hold the others longer than they were told to wait.
+    left = max(1.0, timeout - (time.monotonic() - started))
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=left)
+        )
+    except (RuntimeError, ValueError) as error:
+        _forget_failed_group()
+        raise WorldNotFormed(
+            f"rank {world.rank}: all {world.size} ranks arrived, but the {backend!r} group could not connect "
+            f"within {left:.0f} s: {error}; see whether a rank died meanwhile, and whether ranks can reach each other"
+        ) from error
+    _use_default_timeout(backend)
+
+
+def _forget_failed_group() -> None:
+    # torch counts a group that failed, and names the next one by the count: this rank would never again meet ranks
+    # that counted otherwise. Destroying a default group, even of one rank, starts the count anew.
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+def _use_default_timeout(backend: str) -> None:
+    # The timeout above was for forming the group; collectives get torch's own default.
+    c10d = dist.distributed_c10d
+    if "gloo" in backend or "nccl" in backend:
+        c10d._set_pg_timeout(c10d._get_default_timeout(dist.Backend(backend)))
+
+
+def _formed_world(local_rank: int | None = None) -> World:
+    """The world of the process group that exists, whoever formed it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World.from_env(local_rank=local_rank)
+    if (world.rank, world.size) != (rank, size):
+        world = replace(World.from_env(rank=rank, world_size=size, local_rank=local_rank), source="torch.distributed")
+    return world
+
+
+def _refuse_contradiction(rank: int | None, world_size: int | None, backend: str | None) -> None:
+    there = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "backend": dist.get_backend_config()}
+    config = None if backend is None else repr(dist.BackendConfig(dist.Backend(backend)))
+    for name, asked in (("rank", rank), ("world_size", world_size), ("backend", config)):
+        if asked is not None and asked != there[name]:
+            raise UsageError(
+                f"the world is already formed with {name}={there[name]!r}, got {name}={asked!r}; "
+                f"call paceline.shutdown() before forming another"
+            )

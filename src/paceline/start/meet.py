@@ -1,0 +1,264 @@
+"""How the ranks of a world find each other before there is a process group.
+
+Every rank announces itself in a store at rank 0, rank 0 gives one verdict for all, and nobody waits without an end:
+the verdict is "go", or says who is missing. All waiting is in short slices, so Ctrl-C ends it.
+"""
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypedDict
+
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+
+from paceline.errors import WorldError, WorldNotFormed
+from paceline.world import World
+
+SLICE_S = 0.05
+# How long one handshake with a store may take before it is tried anew, and how long a refusing rank 0 keeps its store
+# open so that the others can read why.
+HANDSHAKE_S = 5.0
+FAREWELL_S = 2.0
+# Ranks start to count at different times: this much later than its own time a rank still takes the word of rank 0.
+GRACE_S = 1.0
+# What torch gives the store of a group that it forms itself.
+STORE_TIMEOUT = timedelta(minutes=30)
+GO = "go"
+
+
+class _Verdict(TypedDict):
+    kind: str
+    ranks: list[int]
+    size: int
+
+
+def meet(world: World, timeout_s: float) -> Store:
+    """Wait until all ranks are there; return the store through which they may form a group."""
+    if world.size == 1:
+        return HashStore()
+    if not world.master_addr or not world.master_port:
+        missing = "MASTER_PORT" if world.master_addr else "MASTER_ADDR"
+        raise WorldError(
+            f"rank {world.rank} of {world.size} does not know where to meet the others: expected {missing}, got none "
+            f"(world read from: {world.source}); set it to the host and a free port of rank 0, the same on all ranks"
+        )
+    try:
+        return _meet_in_store(world, time.monotonic() + timeout_s, timeout_s)
+    except (WorldError, KeyboardInterrupt) as error:
+        # The frames below hold the store, and with it an open port, for as long as someone keeps the traceback.
+        raise error.with_traceback(None) from error.__cause__
+
+
+def _meet_in_store(world: World, deadline: float, timeout_s: float) -> Store:
+    while True:
+        store = _open_store(world, deadline, timeout_s)
+        try:
+            agreed = _Meeting(store, world, timeout_s).wait(deadline)
+        except DistNetworkError:
+            # An earlier world's store at the same address went away under us. The next one is on its way.
+            if world.rank == 0 or time.monotonic() > deadline:
+                raise
+            continue
+        store.set_timeout(STORE_TIMEOUT)
+        return agreed
+
+
+def _open_store(world: World, deadline: float, timeout_s: float) -> TCPStore:
+    # Under torchrun the agent of the first machine holds the store, and rank 0 is a client like the others.
+    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = _numeric_if_loopback(world.master_addr)
+    handshake = timedelta(seconds=max(0.1, min(HANDSHAKE_S, deadline - time.monotonic())))
+    if world.rank == 0 and not agent_has_store:
+        return _host_store(address, world.master_port, handshake)
+    while True:
+        _reach(world, address, deadline, timeout_s)
+        try:
+            return TCPStore(address, world.master_port, timeout=handshake, wait_for_workers=False)
+        except DistNetworkError as error:
+            if time.monotonic() > deadline:
+                raise _unreachable(world, timeout_s, str(error)) from error
+
+
+def _host_store(address: str, port: int, handshake: timedelta) -> TCPStore:
+    # Left to itself the store listens on all interfaces and trusts whoever connects. A world that meets on loopback is
+    # nobody else's business.
+    listener = _listen(address, port) if _is_numeric_loopback(address) else None
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=handshake,
+            wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
+        )
+    except DistNetworkError as error:
+        raise WorldError(_cannot_listen(address, port, str(error))) from error
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        raise WorldError(_cannot_listen(address, port, error.strerror or str(error))) from error
+    return listener
+
+
+def _cannot_listen(address: str, port: int, reason: str) -> str:
+    return (
+        f"rank 0 cannot listen at {address}:{port}: {reason}; expected a free port in MASTER_PORT "
+        f"(another job may hold this one)"
+    )
+
+
+def _reach(world: World, address: str, deadline: float, timeout_s: float) -> None:
+    """Wait until something listens where rank 0 should be. A plain socket can be interrupted and logs nothing."""
+    while True:
+        try:
+            socket.create_connection((address, world.master_port), timeout=1.0).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _unreachable(world, timeout_s, error.strerror or str(error)) from error
+            time.sleep(SLICE_S)
+        else:
+            return
+
+
+def _unreachable(world: World, timeout_s: float, reason: str) -> WorldNotFormed:
+    return WorldNotFormed(
+        f"rank {world.rank} of {world.size}: rank 0 could not be reached at {world.master_addr}:{world.master_port} "
+        f"within {timeout_s:g} s: {reason}; see that rank 0 is running, and that MASTER_ADDR and MASTER_PORT are its "
+        f"own (world read from: {world.source})",
+        missing=(0,),
+    )
+
+
+def _numeric_if_loopback(address: str) -> str:
+    # Both sides must mean the same one of the several addresses that "localhost" may stand for.
+    return "127.0.0.1" if address.lower() == "localhost" else address
+
+
+def _is_numeric_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+class _Meeting:
+    """One rank's side of one meeting in an open store."""
+
+    def __init__(self, store: Store, world: World, timeout_s: float) -> None:
+        self._world = world
+        self._timeout_s = timeout_s
+        # A torchrun agent keeps its store over restarts of the ranks, and one process may form several worlds in turn:
+        # neither may read what an earlier meeting left.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._desk = PrefixStore(f"paceline/{attempt}", store)
+        self._claim_seat()
+        self._round = self._desk.add(f"round/{world.rank}", 1)
+        self._room = PrefixStore(f"round-{self._round}", self._desk)
+        self._room.set(self._seat(world.rank), str(world.size))
+
+    def wait(self, deadline: float) -> Store:
+        try:
+            while not self._room.check(["verdict"]):
+                if self._world.rank == 0:
+                    self._judge(deadline)
+                else:
+                    self._follow(deadline)
+                time.sleep(SLICE_S)
+            self._obey(json.loads(self._room.get("verdict")))
+        except DistNetworkError:
+            raise  # the store is gone, and the announcement with it
+        except BaseException:
+            self._withdraw()
+            raise
+        return PrefixStore("group", self._room)
+
+    def _claim_seat(self) -> None:
+        rank, own = self._world.rank, f"{socket.gethostname()}, process {os.getpid()}"
+        holder = self._desk.compare_set(f"holder/{rank}", "", own).decode()
+        if holder != own:
+            raise WorldError(
+                f"two processes say that they are rank {rank} of {self._world.size}: {own} and {holder}; "
+                f"expected every rank once (world read from: {self._world.source})"
+            )
+
+    def _judge(self, deadline: float) -> None:
+        """Rank 0 decides, so that all ranks end this meeting in the same way."""
+        seats = [self._seat(rank) for rank in range(self._world.size)]
+        if self._room.check(seats):
+            sizes = [int(size) for size in self._room.multi_get(seats)]
+            odd = next((rank for rank, size in enumerate(sizes) if size != self._world.size), None)
+            if odd is None:
+                self._pronounce(GO, [], self._world.size)
+            else:
+                self._pronounce("sizes", [odd], sizes[odd])
+        elif time.monotonic() > deadline:
+            self._pronounce("missing", self._missing(), self._world.size)
+
+    def _follow(self, deadline: float) -> None:
+        """The others wait for the verdict, and speak up only when rank 0 would wait for ranks that cannot exist."""
+        rank_0_is_there = self._room.check([self._seat(0)])
+        if rank_0_is_there and int(self._room.get(self._seat(0))) != self._world.size:
+            self._pronounce("sizes", [self._world.rank], self._world.size)
+        elif time.monotonic() > deadline + (GRACE_S if rank_0_is_there else 0.0):
+            raise self._not_formed(self._missing())
+
+    def _pronounce(self, kind: str, ranks: list[int], size: int) -> None:
+        verdict = json.dumps({"kind": kind, "ranks": ranks, "size": size})
+        self._room.compare_set("verdict", "", verdict)
+
+    def _obey(self, verdict: _Verdict) -> None:
+        if verdict["kind"] == GO and verdict["size"] == self._world.size:
+            return
+        if verdict["kind"] == "missing":
+            failure: WorldError = self._not_formed(verdict["ranks"])
+        else:
+            who = verdict["ranks"][0] if verdict["ranks"] else 0
+            failure = WorldError(
+                f"ranks disagree about the size of the world: rank {self._world.rank} says {self._world.size} and rank "
+                f"{who} says {verdict['size']}; expected the same WORLD_SIZE on all ranks"
+            )
+        self._let_others_read()
+        raise failure
+
+    def _let_others_read(self) -> None:
+        """The store goes when rank 0 does; it waits a moment for those who have not read the verdict yet."""
+        present = self._world.size - len(self._missing())
+        read = self._room.add("read", 1)
+        until = time.monotonic() + FAREWELL_S
+        while self._world.rank == 0 and read < present and time.monotonic() < until:
+            time.sleep(SLICE_S)
+            read = self._room.add("read", 0)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._world.size) if not self._room.check([self._seat(rank)])]
+
+    def _not_formed(self, missing: list[int]) -> WorldNotFormed:
+        world = self._world
+        names = ", ".join(f"rank {rank}" for rank in missing) or "rank 0's answer"
+        return WorldNotFormed(
+            f"rank {world.rank} of {world.size}: the world did not form within {self._timeout_s:g} s; missing: {names} "
+            f"(meeting at {world.master_addr}:{world.master_port}, world read from: {world.source}); see whether they "
+            f"were started and still run, and that they have the same MASTER_ADDR and MASTER_PORT, or raise timeout=",
+            missing=missing,
+        )
+
+    def _withdraw(self) -> None:
+        with suppress(DistNetworkError):  # rank 0 and its store may leave first, and the announcement with them
+            self._room.delete_key(self._seat(self._world.rank))
+            self._desk.delete_key(f"holder/{self._world.rank}")
+            if not self._room.check(["verdict"]):
+                # This meeting may still succeed, with this rank in it when it tries again.
+                self._desk.add(f"round/{self._world.rank}", -1)
+
+    @staticmethod
+    def _seat(rank: int) -> str:
+        return f"rank/{rank}"

@@ -1,0 +1,342 @@
+"""What every transport must do, asked of all of them."""
+
+import time
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline import collectives
+from paceline.collectives import LocalTransport, Op, ThreadWorld, TorchDistTransport, Transport, finish, run
+from paceline.errors import CollectiveMismatch, PeerAbsent, PeerLost, UsageError
+from tests.pool import Pool
+
+CPU = torch.device("cpu")
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def settle(transport: Transport, *works: object) -> None:
+    for number, work in enumerate(works):
+        finish(work, what=f"work {number}", watch=transport.watch, timeout_s=20)  # type: ignore[arg-type]
+
+
+def mine(transport: Transport, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor([1, 2, 4], dtype=dtype) * (transport.rank + 1)
+
+
+def all_mine(transport: Transport, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.stack([torch.tensor([1, 2, 4], dtype=dtype) * (rank + 1) for rank in range(transport.size)])
+
+
+def it_knows_its_place(transport: Transport) -> None:
+    assert 0 <= transport.rank < transport.size
+
+
+def it_allocates_zeros(transport: Transport) -> None:
+    flat = transport.allocate(7, torch.bfloat16, CPU)
+    assert flat.shape == (7,)
+    assert flat.dtype is torch.bfloat16
+    assert not flat.any()
+
+
+def it_reduces_by_every_op(transport: Transport) -> None:
+    expected = all_mine(transport)
+    for op, result in {
+        Op.SUM: expected.sum(0),
+        Op.MEAN: expected.mean(0),
+        Op.PRODUCT: expected.prod(0),
+        Op.MIN: expected.amin(0),
+        Op.MAX: expected.amax(0),
+    }.items():
+        flat = mine(transport)
+        settle(transport, transport.all_reduce(flat, op))
+        assert torch.equal(flat, result), op
+
+
+def it_reduces_every_dtype(transport: Transport) -> None:
+    for dtype in [*FLOATS, torch.complex64, torch.int32, torch.int64, torch.uint8]:
+        flat = mine(transport, dtype)
+        settle(transport, transport.all_reduce(flat))
+        assert torch.equal(flat, all_mine(transport, dtype).sum(0).to(dtype)), dtype
+    flag = torch.tensor([transport.rank == 0, False])
+    settle(transport, transport.all_reduce(flag, Op.MAX))
+    assert flag.tolist() == [True, False]
+
+
+def it_means_floats_and_complex(transport: Transport) -> None:
+    for dtype in [*FLOATS, torch.complex64]:
+        flat = mine(transport, dtype)
+        settle(transport, transport.all_reduce(flat, Op.MEAN))
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        torch.testing.assert_close(flat.to(wide), all_mine(transport, wide).mean(0), rtol=1e-2, atol=0)
+
+
+def it_reduces_sparse_tensors(transport: Transport) -> None:
+    for op, factor in ((Op.SUM, 1), (Op.MEAN, transport.size)):
+        values = torch.tensor([1.0, 10.0])
+        indices = torch.tensor([[transport.rank, 5]])
+        with torch.sparse.check_sparse_tensor_invariants():  # asked for, so that torch does not warn
+            sparse = torch.sparse_coo_tensor(indices, values, (6,))
+        settle(transport, transport.all_reduce(sparse, op))
+        expected = torch.zeros(6)
+        expected[: transport.size] = 1
+        expected[5] = 10 * transport.size
+        torch.testing.assert_close(sparse.to_dense(), expected / factor)
+
+
+def it_broadcasts_from_any_root(transport: Transport) -> None:
+    for root in range(transport.size):
+        flat = mine(transport)
+        settle(transport, transport.broadcast(flat, root))
+        assert torch.equal(flat, all_mine(transport)[root])
+
+
+def it_gathers_in_rank_order(transport: Transport) -> None:
+    out = torch.full((transport.size * 3,), -1.0)
+    settle(transport, transport.all_gather(out, mine(transport)))
+    assert torch.equal(out, all_mine(transport).flatten())
+
+
+def it_has_many_in_flight(transport: Transport) -> None:
+    tensors = [mine(transport) * (index + 1) for index in range(20)]
+    works = [transport.all_reduce(tensor) for tensor in tensors]
+    settle(transport, *reversed(works))
+    assert all(work.done() for work in works)
+    total = all_mine(transport).sum(0)
+    for index, tensor in enumerate(tensors):
+        assert torch.equal(tensor, total * (index + 1))
+
+
+def it_may_be_waited_for_twice(transport: Transport) -> None:
+    flat = mine(transport)
+    work = transport.all_reduce(flat, Op.MEAN)
+    settle(transport, work, work)
+    assert torch.equal(flat, all_mine(transport).mean(0))
+
+
+def it_leaves_gradients_of_parameters_alone(transport: Transport) -> None:
+    flat = mine(transport).requires_grad_()
+    settle(transport, transport.all_reduce(flat.detach()))
+    assert flat.grad is None
+
+
+def it_refuses_what_cannot_work(transport: Transport) -> None:
+    with pytest.raises(UsageError, match="mean needs a floating point"):
+        transport.all_reduce(torch.ones(2, dtype=torch.int32), Op.MEAN)
+    with pytest.raises(UsageError, match="complex"):
+        transport.all_reduce(torch.ones(2, dtype=torch.complex64), Op.MAX)
+    with pytest.raises(UsageError, match="root must be a rank"):
+        transport.broadcast(torch.ones(2), transport.size)
+    with pytest.raises(UsageError, match="all_gather over"):
+        transport.all_gather(torch.ones(1), torch.ones(2))
+
+
+CASES: list[Callable[[Transport], None]] = [
+    it_knows_its_place,
+    it_allocates_zeros,
+    it_reduces_by_every_op,
+    it_reduces_every_dtype,
+    it_means_floats_and_complex,
+    it_reduces_sparse_tensors,
+    it_broadcasts_from_any_root,
+    it_gathers_in_rank_order,
+    it_has_many_in_flight,
+    it_may_be_waited_for_twice,
+    it_leaves_gradients_of_parameters_alone,
+    it_refuses_what_cannot_work,
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+
+
+@every_case
+def test_local(case: Callable[[Transport], None]) -> None:
+    case(LocalTransport())
+
+
+@every_case
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_threads(case: Callable[[Transport], None], size: int) -> None:
+    run(case, size)
+
+
+def all_cases(rank: int, size: int) -> dict[str, str]:
+    assert dist.group.WORLD is not None
+    transport = TorchDistTransport(dist.group.WORLD)
+    assert (transport.rank, transport.size, transport.group) == (rank, size, dist.group.WORLD)
+    faults = {}
+    for case in CASES:
+        try:
+            case(transport)
+        except Exception:  # noqa: BLE001 - shown by the test of that case
+            faults[case.__name__] = traceback.format_exc()
+    return faults
+
+
+@pytest.fixture(scope="module")
+def gloo(procs: Pool) -> list[dict[str, str]]:
+    return procs(2).run(all_cases)
+
+
+@every_case
+def test_gloo(case: Callable[[Transport], None], gloo: list[dict[str, str]]) -> None:
+    for rank, faults in enumerate(gloo):
+        assert case.__name__ not in faults, f"rank {rank}:\n{faults[case.__name__]}"
+
+
+def in_a_subgroup(rank: int, size: int) -> list[float]:
+    group = dist.new_group([2, 1])
+    if rank == 0:
+        with pytest.raises(UsageError, match="member of"):
+            TorchDistTransport(group)
+        return []
+    transport = TorchDistTransport(group)
+    flat = torch.tensor([float(rank)])
+    settle(transport, transport.broadcast(flat, root=1))
+    gathered = torch.zeros(2)
+    settle(transport, transport.all_gather(gathered, torch.tensor([float(rank)])))
+    return [flat.item(), *gathered.tolist()]
+
+
+def test_roots_are_numbered_within_the_group(procs: Pool) -> None:
+    results = procs(3).run(in_a_subgroup)
+    assert results[1] == results[2]
+    ordered = results[1][1:]
+    assert results[1][0] == ordered[1]
+
+
+class Echo(dist._Work):
+    """A Work written in Python: it takes no timeout and cannot tell whether it is complete."""
+
+    def wait(self) -> bool:  # type: ignore[override]
+        return True
+
+
+class EchoGroup(dist.ProcessGroup):
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's word
+        return "echo"
+
+    def name(self) -> str:
+        return "echo"
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object = None) -> Echo:  # type: ignore[override]
+        tensors[0].mul_(3)
+        return Echo()
+
+
+def test_a_process_group_written_in_python() -> None:
+    group = EchoGroup()
+    transport = TorchDistTransport(group)
+    flat = torch.ones(2)
+    settle(transport, transport.all_reduce(flat))
+    assert flat.tolist() == [3, 3]
+
+
+# --------------------------------------------------------------------------------------- public collectives, alone
+
+
+def test_public_collectives_work_without_a_group() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert collectives.all_reduce(tensor, "mean") is tensor
+    assert collectives.all_reduce(tensor, Op.MAX).tolist() == [1, 2]
+    assert collectives.broadcast(tensor) is tensor
+    assert [part.tolist() for part in collectives.all_gather(tensor)] == [[1, 2]]
+    collectives.barrier(timeout=1)
+
+
+def test_a_wrong_op_is_refused_with_the_right_ones() -> None:
+    with pytest.raises(UsageError, match="op must be one of 'sum', 'mean', 'product', 'min', 'max', got 'avg'"):
+        collectives.all_reduce(torch.ones(1), "avg")
+
+
+# ----------------------------------------------------------------------------------------------- threads in particular
+
+
+def test_threads_return_results_in_rank_order() -> None:
+    assert run(lambda transport: transport.rank * 10, 3) == [0, 10, 20]
+
+
+def test_threads_add_in_rank_order_whoever_comes_first() -> None:
+    parts = [torch.tensor([1e8]), torch.tensor([-1e8]), torch.tensor([1.0])]
+
+    def body(transport: Transport) -> float:
+        time.sleep(0.01 * (2 - transport.rank))
+        flat = parts[transport.rank].clone()
+        settle(transport, transport.all_reduce(flat))
+        return flat.item()
+
+    assert run(body, 3) == [1.0, 1.0, 1.0]
+
+
+def test_starting_does_not_wait_for_the_others() -> None:
+    world = ThreadWorld(2)
+    first, second = torch.ones(1), torch.ones(1)
+    work = world.transport(0).all_reduce(first)
+    assert not work.done()
+    assert not work.wait(0)
+    assert world.transport(1).all_reduce(second).done()
+    assert work.wait(0)
+    assert (first.item(), second.item()) == (2, 2)
+
+
+def test_ranks_may_hand_in_one_tensor() -> None:
+    world = ThreadWorld(2)
+    shared = torch.ones(1)
+    works = [world.transport(rank).all_reduce(shared) for rank in range(2)]
+    assert all(work.wait(0) for work in works)
+    assert shared.item() == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda transport: transport.all_reduce(torch.ones(3)),
+        lambda transport: transport.all_reduce(torch.ones(2, dtype=torch.float64)),
+        lambda transport: transport.all_reduce(torch.ones(2), Op.MAX),
+        lambda transport: transport.broadcast(torch.ones(2)),
+    ],
+    ids=["shape", "dtype", "op", "kind"],
+)
+def test_threads_that_differ_all_learn_it(other: Callable[[Transport], object]) -> None:
+    def body(transport: Transport) -> str:
+        work = transport.all_reduce(torch.ones(2)) if transport.rank != 1 else other(transport)
+        with pytest.raises(CollectiveMismatch) as caught:
+            settle(transport, work)
+        flat = torch.ones(1)
+        settle(transport, transport.all_reduce(flat))
+        assert flat.item() == transport.size
+        return str(caught.value)
+
+    messages = run(body, 3)
+    assert len(set(messages)) == 1
+    assert "rank 0 called all_reduce(sum) of float32[2]" in messages[0]
+
+
+def test_the_error_of_one_thread_frees_the_others() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def body(transport: Transport) -> None:
+        if transport.rank == 1:
+            raise ZeroDivisionError("mine")
+        try:
+            settle(transport, transport.all_reduce(torch.ones(1)))
+        except PeerLost as error:
+            seen.append(error.ranks)
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        run(body, 3)
+    assert seen == [(1,), (1,)]
+
+
+def test_an_absent_thread_is_named() -> None:
+    world = ThreadWorld(3)
+    world.transport(2).all_reduce(torch.ones(1))
+    work = world.transport(0).all_reduce(torch.ones(1))
+    with pytest.raises(PeerAbsent, match="for rank 1, more than timeout") as caught:
+        finish(work, what="bucket 0", watch=world.transport(0).watch, timeout_s=0.2)
+    assert caught.value.ranks == (1,)

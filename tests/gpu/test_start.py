@@ -1,0 +1,31 @@
+"""init on a machine with a CUDA device."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.start import init, shutdown
+from paceline.world import World
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_device_is_chosen_and_both_kinds_of_tensor_are_reduced() -> None:
+    world = init()
+    try:
+        assert world.device == torch.device("cuda", torch.cuda.current_device())
+        for device in (torch.device("cpu"), world.device):
+            tensor = torch.ones(2, device=device)
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [1.0, 1.0]
+    finally:
+        shutdown()
+
+
+def test_a_single_visible_device_serves_every_local_rank() -> None:
+    if torch.cuda.device_count() == 1:
+        assert World(rank=3, size=4, local_rank=3, local_size=4).device == torch.device("cuda", 0)

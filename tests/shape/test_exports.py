@@ -1,0 +1,39 @@
+"""The public names are a promise: adding or removing one is a decision, made here."""
+
+import subprocess
+import sys
+
+import paceline
+
+PUBLIC = [
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "World",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "get",
+    "init",
+    "shutdown",
+]
+
+
+def test_public_names() -> None:
+    assert sorted(paceline.__all__) == PUBLIC
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    for name in PUBLIC:
+        assert getattr(paceline, name) is not None
+        assert name in dir(paceline)
+
+
+def test_core_needs_torch_alone() -> None:
+    code = (
+        "import sys; import paceline; [getattr(paceline, name) for name in paceline.__all__]; "
+        "extras = {'accelerate', 'lightning_fabric', 'hypothesis', 'pytest'} & sys.modules.keys(); "
+        "sys.exit(' '.join(extras) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
