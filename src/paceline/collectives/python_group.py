@@ -5,26 +5,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from paceline.collectives.api import Work
 from paceline.collectives.wait import FutureWork
 
 
 def all_reduce(group: dist.ProcessGroup, flat: torch.Tensor, op: Any) -> Work:
-    options = dist.AllreduceOptions()
+    options = AllreduceOptions()
     options.reduceOp = op
     return FutureWork(group.allreduce([flat], options).get_future())
 
 
 def broadcast(group: dist.ProcessGroup, flat: torch.Tensor, root: int) -> Work:
-    options = dist.BroadcastOptions()
+    options = BroadcastOptions()
     options.rootRank = root
     return _PythonWork(group.broadcast([flat], options))
 
 
 def all_gather(group: dist.ProcessGroup, out: torch.Tensor, part: torch.Tensor) -> Work:
     outs = list(out.view(group.size(), -1).unbind())
-    return _PythonWork(group.allgather([outs], [part.reshape(-1)], dist.AllgatherOptions()))
+    return _PythonWork(group.allgather([outs], [part.reshape(-1)], AllgatherOptions()))
 
 
 class _PythonWork:
@@ -38,5 +39,14 @@ class _PythonWork:
         return self._complete
 
     def wait(self, seconds: float) -> bool:
-        self._complete = self._complete or bool(self._raw.wait(timedelta(seconds=seconds)))
+        if not self._complete:
+            self._complete = self._wait_raw(seconds)
         return self._complete
+
+    def _wait_raw(self, seconds: float) -> bool:
+        try:
+            return bool(self._raw.wait(timedelta(seconds=seconds)))
+        except RuntimeError as error:
+            if "not implemented" not in str(error):
+                raise
+            return FutureWork(self._raw.get_future()).wait(seconds)  # a work made from a future takes no timeout

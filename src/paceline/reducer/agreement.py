@@ -59,7 +59,9 @@ def decode_all(gathered: torch.Tensor) -> list[Words]:
 def count_uses(slots: Sequence[GradSlot], transport: Transport, timeout_s: float | None) -> list[int]:
     """On how many ranks each parameter took part. All ranks call it, or none."""
     uses = torch.tensor([slot.used for slot in slots], dtype=torch.int32)
-    finish(transport.all_reduce(uses), what="the count of unused parameters", watch=transport.watch, timeout_s=timeout_s)
+    finish(
+        transport.all_reduce(uses), what="the count of unused parameters", watch=transport.watch, timeout_s=timeout_s
+    )
     return [int(count) for count in uses.tolist()]
 
 

@@ -23,13 +23,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[]
     def at_end() -> None:
         callback()
 
-    Variable._execution_engine.queue_callback(at_end)  # type: ignore[attr-defined, no-untyped-call]
+    Variable._execution_engine.queue_callback(at_end)
     return weakref.ref(at_end)
 
 
 def hook_owners(param: torch.Tensor) -> Iterator[Any]:
     """The objects whose methods are hooked to `param`, oldest first."""
-    for hook in list((param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
         owner = getattr(hook, "__self__", None)
         if owner is not None:
             yield owner

@@ -92,7 +92,9 @@ class Reducer:
         self._words: tuple[Work, torch.Tensor] | None = None
         self._next_layout: Layout | None = None
         self._first_uses: list[bool] | None = None
-        self._slots = [GradSlot(i, meta, param) for i, (meta, param) in enumerate(zip(layout.params, params, strict=True))]
+        self._slots = [
+            GradSlot(i, meta, param) for i, (meta, param) in enumerate(zip(layout.params, params, strict=True))
+        ]
         self._slot_of = {id(slot.param): slot for slot in self._slots}
         self._lay(layout)
         self._wake()
@@ -379,7 +381,7 @@ class Reducer:
             with self._lock:
                 self._enter(autograd.task_id())
 
-        output.register_hook(on_backward)  # type: ignore[no-untyped-call]
+        output.register_hook(on_backward)
 
     def reduce_now(self) -> None:
         """Reduce what has been accumulated so far, without another backward."""

@@ -45,8 +45,8 @@ def check_module(module: Any) -> None:
         if isinstance(child, nn.parallel.DistributedDataParallel):
             where = f"its submodule {name!r}" if name else "it"
             raise UsageError(
-                f"cannot wrap {type(module).__name__}: {where} is already a DistributedDataParallel, so gradients would "
-                f"be reduced twice; wrap the bare module once"
+                f"cannot wrap {type(module).__name__}: {where} is already a DistributedDataParallel, so gradients "
+                f"would be reduced twice; wrap the bare module once"
             )
 
 

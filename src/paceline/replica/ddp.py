@@ -142,9 +142,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _manage(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
         self._managed = arguments.managed_parameters(self.module, self.parameters_to_ignore)
-        self._module_parameters = [
-            p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
-        ]
+        self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
@@ -155,9 +153,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _start_equal(self, init: str, with_buffers: bool) -> None:
         ignored = self.parameters_to_ignore
-        named: list[tuple[str, torch.Tensor]] = [
-            (n, p) for n, p in self.module.named_parameters() if n not in ignored
-        ]
+        named: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in self.module.named_parameters() if n not in ignored]
         if with_buffers:
             named += [(n, b) for n, b in self.module.named_buffers() if n not in ignored]
         if init == "verify":
@@ -202,7 +198,7 @@ class DistributedDataParallel(TorchSurface):
             return self.module(*inputs, **kwargs)
         return self._forward(*inputs, **kwargs)
 
-    @torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)

@@ -21,7 +21,12 @@ _ENV_OF_ALL = {
     "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
 }
 _ENV_OF_GLOO = {"gloo_socket_ifname": "GLOO_SOCKET_IFNAME", "gloo_device_transport": "GLOO_DEVICE_TRANSPORT"}
-_DTYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
+_DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
 
 
 class TorchLogger:

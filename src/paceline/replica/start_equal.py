@@ -29,7 +29,7 @@ def describe(named: Sequence[tuple[str, torch.Tensor]], settings: Mapping[str, o
 
 
 def _describe_one(name: str, p: torch.Tensor) -> list[Any]:
-    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(p, torch.nn.parameter.UninitializedParameter):
         return [name, "uninitialized", str(p.dtype), "uninitialized", p.requires_grad]
     strides = list(p.stride()) if p.layout == torch.strided else []
     return [name, list(p.shape), str(p.dtype), strides, p.requires_grad]
@@ -101,9 +101,7 @@ def broadcast_values(
             _scatter_back(flat, chunk)
 
 
-def verify_values(
-    named: Sequence[tuple[str, torch.Tensor]], transport: Transport, timeout_s: float | None
-) -> None:
+def verify_values(named: Sequence[tuple[str, torch.Tensor]], transport: Transport, timeout_s: float | None) -> None:
     """Compare every value with that of rank 0 and overwrite nothing; unequal replicas are an error on every rank."""
     first, largest, differing = len(named), 0.0, 0
     for indices in _chunks([t for _, t in named]):
@@ -125,10 +123,11 @@ def verify_values(
         verb = "differs" if len(ranks) == 1 else "differ"
         listed = ", ".join(str(rank) for rank in ranks)
         raise ReplicasDiffer(
-            f"replicas must start equal (init=\"verify\"), but rank{'s' if len(ranks) > 1 else ''} {listed} {verb} from "
+            f'replicas must start equal (init="verify"), but rank{"s" if len(ranks) > 1 else ""} {listed} {verb} from '
             f"rank 0: the first parameter that differs is {name}, the largest difference is "
             f"{max(row[1] for row in rows):g}, {int(max(row[2] for row in rows))} of {len(named)} tensors differ. "
-            f'Either set the same seed before building the model, or pass init="broadcast" to start from rank 0\'s values'
+            f'Either set the same seed before building the model, or pass init="broadcast" to start from rank 0\'s '
+            f"values"
         )
 
 

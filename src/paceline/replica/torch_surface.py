@@ -25,14 +25,17 @@ from paceline.replica.join import ReplicaJoinHook
 from paceline.replica.logging_data import TorchLogger
 from paceline.strategies.comm_hook import CommHook
 
-TorchDDP = nn.parallel.DistributedDataParallel
+# Untyped in torch, and some of its attributes are properties here.
+TorchDDP: Any = nn.parallel.DistributedDataParallel
 
 
-class TorchSurface(TorchDDP):
+class TorchSurface(TorchDDP):  # type: ignore[misc]
     """The part of the drop-in that exists because torch's class has it."""
 
     if TYPE_CHECKING:
         _core: Reducer
+        logger: TorchLogger
+        static_graph: bool
         _transport: Transport
         _settings: ReducerSettings
         _reduction: Reduction
@@ -58,7 +61,8 @@ class TorchSurface(TorchDDP):
         self.logger = TorchLogger()
         if check_reduction:
             warnings.warn(
-                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using "
+                "it.",
                 FutureWarning,
                 stacklevel=3,
             )
@@ -67,8 +71,8 @@ class TorchSurface(TorchDDP):
         """Set `forward_sync_buffers`; returns whether buffers are made equal at the start too."""
         if broadcast_buffers is not None:
             warnings.warn(
-                "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. Unlike broadcast_buffers=False, "
-                "forward_sync_buffers=False still makes buffers equal once, at the start."
+                "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. Unlike "
+                "broadcast_buffers=False, forward_sync_buffers=False still makes buffers equal once, at the start."
                 if forward_sync_buffers is None
                 else "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is "
                 "deprecated and its value is ignored when `forward_sync_buffers` is provided.",
@@ -129,9 +133,9 @@ class TorchSurface(TorchDDP):
     # ---- communication hooks
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let `hook(state, bucket) -> Future[Tensor]` combine the buckets; torch's own hooks work. Once, before backward.
+        """Let `hook(state, bucket) -> Future[Tensor]` combine the buckets. Once, before the first backward.
 
-        The bucket has the methods of `torch.distributed.GradBucket`. Gradients come undivided.
+        torch's own hooks work. The bucket has the methods of `torch.distributed.GradBucket`. Gradients come undivided.
         """
         self._check_comm_hook(hook)
         self._comm_hooks.append((hook, state))
@@ -164,7 +168,9 @@ class TorchSurface(TorchDDP):
             return
         if not self._use_python_reducer:
             if self._core.reductions:
-                message = "Static graph should be set: _set_static_graph() should be called before training loop starts."
+                message = (
+                    "Static graph should be set: _set_static_graph() should be called before training loop starts."
+                )
                 self._core.last_error = message
                 raise IllegalMove(message)
             self._core.set_static_graph()
