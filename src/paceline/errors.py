@@ -10,6 +10,7 @@ PacelineError
 ├── CollectiveError       (RuntimeError)  something went wrong between ranks
 │   ├── PeerLost                          a rank died; `ranks` names it
 │   ├── PeerAbsent        (TimeoutError)  a rank did not come before `timeout=`
+│   ├── BackwardAborted                   the backward ended with an exception on another rank
 │   └── CollectiveMismatch                ranks issued different collectives
 ├── UnusedParameters      (RuntimeError)  unused="error" and a parameter took no part in a backward
 ├── GraphChanged          (RuntimeError)  static_graph=True and the graph is not static
@@ -67,6 +68,10 @@ class PeerLost(CollectiveError):
 
 class PeerAbsent(CollectiveError, TimeoutError):
     """A rank is alive but did not come before the timeout."""
+
+
+class BackwardAborted(CollectiveError):
+    """The backward ended with an exception on another rank, so this step has no gradients."""
 
 
 class CollectiveMismatch(CollectiveError):

@@ -8,15 +8,28 @@ stall the host.
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
 from paceline.collectives.api import Transport
 from paceline.collectives.wait import finish
-from paceline.errors import CollectiveMismatch, UnusedParameters
+from paceline.errors import BackwardAborted, CollectiveMismatch, UnusedParameters
 from paceline.reducer.bucket import GradSlot
 
 WORD_COUNT = 8
+
+
+class Mode(Enum):
+    """What kind of backwards a rank has run since the last reduction."""
+
+    NOTHING = 0
+    PLAIN = 1
+    WEIGHTED = 2
+    MIXED = 3
+
+    def and_then(self, other: "Mode") -> "Mode":
+        return other if self in (Mode.NOTHING, other) else Mode.MIXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +39,54 @@ class Words:
     reduction: int  # how many reductions this rank has begun: must be equal
     unused: int  # parameters that took no part
     late: int  # gradients that came after their bucket had left
-    weighted: bool  # whether `weight` counts: must be equal
+    mode: Mode  # plain and weighted backwards must not meet
     weight: float  # sum of the weights of this rank's micros
+    aborted: bool = False  # the backward ended with an exception on this rank
 
     def encode(self) -> torch.Tensor:
         (weight_bits,) = struct.unpack("<q", struct.pack("<d", self.weight))
-        values = [self.reduction, self.unused, self.late, int(self.weighted), weight_bits]
+        values = [self.reduction, self.unused, self.late, self.mode.value, weight_bits, int(self.aborted)]
         return torch.tensor(values + [0] * (WORD_COUNT - len(values)), dtype=torch.int64)
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> "Words":
         (weight,) = struct.unpack("<d", struct.pack("<q", row[4]))
-        return cls(row[0], row[1], row[2], bool(row[3]), weight)
+        return cls(row[0], row[1], row[2], Mode(row[3]), weight, bool(row[5]))
 
 
 def decode_all(gathered: torch.Tensor) -> list[Words]:
     """The words of all ranks, in rank order; raises on every rank when they cannot belong together."""
     rows = [Words.decode(row) for row in gathered.view(-1, WORD_COUNT).tolist()]
-    for what, values in (
-        ("the number of reductions so far", [row.reduction for row in rows]),
-        ("whether the step is inside weight()", [row.weighted for row in rows]),
-    ):
-        if len(set(values)) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise CollectiveMismatch(
-                f"ranks reduced gradients of different steps: {what} differs ({listed}); run the same number of "
-                f"backward passes, and the same no_sync() and weight() blocks, on every rank"
-            )
+    if any(row.aborted for row in rows):
+        return rows
+    counts = [row.reduction for row in rows]
+    if len(set(counts)) > 1:
+        raise CollectiveMismatch(
+            f"ranks reduced gradients of different steps: {_by_rank(counts)} reductions so far; run the same number of "
+            f"backward passes, and the same no_sync() blocks, on every rank"
+        )
+    modes = {row.mode for row in rows}
+    if Mode.MIXED in modes or {Mode.PLAIN, Mode.WEIGHTED} <= modes:
+        raise CollectiveMismatch(
+            f"some backwards of this step ran inside weight() and some outside ({_by_rank([r.mode.name for r in rows])}"
+            f"); put every micro of a step, on every rank, inside weight()"
+        )
     return rows
+
+
+def aborted_error(words: Sequence[Words]) -> BackwardAborted:
+    """What the ranks whose own backward was fine are told."""
+    ranks = [rank for rank, row in enumerate(words) if row.aborted]
+    listed = ", ".join(str(rank) for rank in ranks)
+    return BackwardAborted(
+        f"the backward ended with an exception on rank {listed}, so there are no gradients for this step on any rank; "
+        f"see that rank's own error, then skip the step or stop on all ranks",
+        ranks=ranks,
+    )
+
+
+def _by_rank(values: Sequence[object]) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
 def count_uses(slots: Sequence[GradSlot], transport: Transport, timeout_s: float | None) -> list[int]:

@@ -17,11 +17,13 @@ import torch
 from paceline.collectives.api import Transport, Work
 from paceline.collectives.reduction import Reduction
 from paceline.collectives.wait import FutureWork, finish
-from paceline.errors import GraphChanged, IllegalMove
-from paceline.layout import BucketCaps, Layout, plan_layout
-from paceline.reducer import autograd
-from paceline.reducer.agreement import WORD_COUNT, Words, count_uses, decode_all, reduce_late, unused_error
+from paceline.errors import IllegalMove
+from paceline.layout import BucketCaps, Layout
+from paceline.reducer import agreement, autograd
+from paceline.reducer.agreement import WORD_COUNT, Mode, Words
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+from paceline.reducer.buckets import BucketSet
+from paceline.reducer.graph import GraphMemory
 from paceline.trace import Moment, Trace
 
 
@@ -64,39 +66,34 @@ class Reducer:
         self.reduction = reduction
         self.settings = settings
         self.trace = Trace()
-        self.sync_on = True  # what no_sync() and disable_grad_sync() switch
+        # What the replica switches.
+        self.sync_on = True  # no_sync() and disable_grad_sync()
         self.divisor: float = transport.size  # join() may lower it to the ranks that still have data
         self.weight: float | None = None  # inside weight(n): n
-        self.reductions = 0  # reductions begun; equal on all ranks
-        self.reductions_since_step = 0
-        self.forwards_since_step = 0  # training forwards whose backward is to be reduced
-        self.window_open = False  # something ran that was not reduced yet
         self.optimizes_in_backward = False
         self.after_backward: list[torch.futures.Future[object]] = []  # buffer hooks to wait for
         self.on_finished: Callable[[], None] | None = None  # restores parameters under mixed precision
+        # What it may read.
+        self.reductions = 0  # begun so far; equal on all ranks
+        self.reductions_since_step = 0
+        self.forwards_since_step = 0  # forwards whose backward is to be reduced
+        self.window_open = False  # something ran that was not reduced yet
         self.uses: list[int] | None = None  # of the last reduction; None: every parameter on every rank
         self.ready_order: list[int] = []  # of the last reduction
         self.order_learned = False
-        self.graph_changed = False
-
         self.buckets_reduced = 0  # in the last reduction
+        self.graph = GraphMemory()
         self.last_error: str | None = None
 
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # a module on several devices has a backward thread for each
         self._asleep = False
         self._backward: Backward | None = None
+        self._mode = Mode.NOTHING
         self._weight_sum = 0.0
-        self._next = 0  # the bucket whose turn it is
-        self._seen_complete = 0
         self._shadowing = False
+        self._aborting = False
         self._words: tuple[Work, torch.Tensor] | None = None
-        self._next_layout: Layout | None = None
-        self._first_uses: list[bool] | None = None
-        self._slots = [
-            GradSlot(i, meta, param) for i, (meta, param) in enumerate(zip(layout.params, params, strict=True))
-        ]
-        self._slot_of = {id(slot.param): slot for slot in self._slots}
-        self._lay(layout)
+        self._set = BucketSet(params, layout, transport)
         self._wake()
         self._handles = [p.register_post_accumulate_grad_hook(self.on_grad_ready) for p in params]
 
@@ -110,12 +107,12 @@ class Reducer:
             backward = self._enter(autograd.task_id())
             if not backward.delivered:
                 self._begin(backward)
-            slot = self._slot_of[id(param)]
+            slot = self._set.slot_of[id(param)]
             bucket = slot.bucket
             slot.used = slot.dirty = True
             if not backward.syncs:
                 self._keep_for_later(slot)
-            elif bucket.state in (BucketState.FLYING, BucketState.LANDED):
+            elif bucket.state is BucketState.FLYING:
                 slot.late = True  # stays in param.grad until the end; see the note in Bucket.collect
             else:
                 bucket.collect(slot, self._scale_in())
@@ -131,25 +128,29 @@ class Reducer:
 
     def _launch(self) -> None:
         """Start every full bucket whose turn it is; after the last one, the words."""
-        last = len(self._buckets) - 1
-        while self._next <= last and self._buckets[self._next].state is BucketState.FULL:
-            if self._next == last and self._backward is not None and self._backward.nested:
+        last = self._set.last
+        while self._set.next <= last and self._set.buckets[self._set.next].state is BucketState.FULL:
+            if self._set.next == last and self._backward is not None and self._backward.nested:
                 return  # the words go with the last bucket, and late gradients may still come
-            bucket = self._buckets[self._next]
+            bucket = self._set.buckets[self._set.next]
             bucket.move(BucketState.FLYING)
-            self.trace.stamp(Moment.LAUNCHED, self.reductions, self._next)
+            self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
             if not bucket.skipped:
-                bucket.flight = self.reduction(bucket.grad_bucket(last=self._next == last), self.transport)
-            self._next += 1
-        if self._next > last and self._words is None and not self.reduction.chains:
+                bucket.flight = self.reduction(bucket.grad_bucket(last=self._set.next == last), self.transport)
+            self._set.next += 1
+        if self._set.next > last and self._words is None and not self.reduction.chains:
             self._send_words()
 
     def _finish(self) -> None:
-        """The backward is over: complete what is missing, wait for everything in order, hand the gradients back."""
+        """The backward is over: complete what is missing, wait for everything in order, hand the gradients back.
+
+        Whatever is raised here, the reducer is ready for the next backward afterwards; the gradients of this one are
+        gone unless the error says otherwise.
+        """
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)
         self._backward = None
         try:
-            for bucket in self._buckets:
+            for bucket in self._set.buckets:
                 if bucket.state is BucketState.FILLING:
                     bucket.skipped = self.settings.skip_unused and not any(slot.used for slot in bucket.slots)
                     for slot in bucket.slots:
@@ -157,9 +158,9 @@ class Reducer:
                             bucket.contribute_nothing_new(slot, self._scale_in())
                     bucket.move(BucketState.FULL)
             self._launch()
-            for bucket in self._buckets:
+            for bucket in self._set.buckets:
                 self._land(bucket)
-            self.buckets_reduced = sum(not bucket.skipped for bucket in self._buckets)
+            self.buckets_reduced = sum(not bucket.skipped for bucket in self._set.buckets)
             error = self._settle(self._receive_words())
         finally:
             self._reset()
@@ -181,23 +182,25 @@ class Reducer:
 
         Returns the error to raise, the same on every rank, once everything is in its place again.
         """
-        timeout_s = self.settings.timeout_s
+        slots, timeout_s = self._set.slots, self.settings.timeout_s
+        if self.on_finished is not None:
+            self.on_finished()
+        if any(row.aborted for row in words):
+            return None if self._aborting else agreement.aborted_error(words)
         if any(row.late for row in words):
             late_scale = 1.0 / self.divisor if self.weight is None else self.weight
-            reduce_late(self._slots, self.transport, late_scale, timeout_s)
-        if words[0].weighted:
+            agreement.reduce_late(slots, self.transport, late_scale, timeout_s)
+        if any(row.mode is Mode.WEIGHTED for row in words):
             total = sum(row.weight for row in words)
             self._rescale((self.divisor if self.reduction.divides else 1.0) / total if total else 0.0)
         self.uses = None
         error: Exception | None = None
         if any(row.unused for row in words):
-            self.uses = count_uses(self._slots, self.transport, timeout_s)
+            self.uses = agreement.count_uses(slots, self.transport, timeout_s)
             if self.settings.unused == "error":
-                error = unused_error(self._slots, self.transport, timeout_s)
-        if self.on_finished is not None:
-            self.on_finished()
+                error = agreement.unused_error(slots, self.transport, timeout_s)
         if not self.optimizes_in_backward:
-            for slot in self._slots:
+            for slot in slots:
                 used_somewhere = self.uses is None or self.uses[slot.index] > 0
                 slot.bucket.hand_back(slot, touched=used_somewhere and not self._shadowing)
         if not self.order_learned:
@@ -206,7 +209,9 @@ class Reducer:
         for future in self.after_backward:
             self._wait(FutureWork(future), f"a buffer hook of backward {self.reductions}")
         self.after_backward.clear()
-        return error or self._graph_change()
+        if self._shadowing:
+            return None
+        return error or self.graph.compare(slots, static=self.settings.static_graph)
 
     # ---- one backward
 
@@ -220,8 +225,7 @@ class Reducer:
                 current.nested = True
                 return current
             self.abandon()
-        if self._next_layout is not None:
-            self._relay()
+        self._set.move_to_plan(self.transport)
         syncs = self.sync_on and self.settings.overlap
         self._backward = Backward(task, syncs, autograd.at_end_of_backward(self._at_end))
         return self._backward
@@ -229,6 +233,7 @@ class Reducer:
     def _begin(self, backward: Backward) -> None:
         """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""
         backward.delivered = True
+        self._mode = self._mode.and_then(Mode.PLAIN if self.weight is None else Mode.WEIGHTED)
         self._weight_sum += self.weight or 0.0
         if backward.syncs:
             self._begin_reduction()
@@ -250,14 +255,12 @@ class Reducer:
         self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
 
     def _reset(self) -> None:
-        for slot in self._slots:
-            slot.clear()
-        for bucket in self._buckets:
-            bucket.rearm()
-        self._next = self._seen_complete = 0
+        self._set.leave_flying_memory(self.transport)
+        self._set.rearm()
         self._words = None
+        self._mode = Mode.NOTHING
         self._weight_sum = 0.0
-        self._shadowing = self.window_open = False
+        self._shadowing = self._aborting = self.window_open = False
 
     def _keep_for_later(self, slot: GradSlot) -> None:
         if self.weight is None and not self.settings.hold:
@@ -271,7 +274,7 @@ class Reducer:
         return 1.0 if self.reduction.divides else 1.0 / self.divisor
 
     def _rescale(self, factor: float) -> None:
-        for bucket in self._buckets:
+        for bucket in self._set.buckets:
             bucket.flat.mul_(factor)
 
     def _wait(self, work: Work, what: str) -> None:
@@ -279,20 +282,18 @@ class Reducer:
 
     def _stamp_completed(self) -> None:
         """Note what has completed meanwhile: the proof of overlap, and where a transport may make progress."""
-        while self._seen_complete < self._next:
-            flight = self._buckets[self._seen_complete].flight
-            if flight is None or not flight.work.done():
-                return
-            self.trace.stamp(Moment.COMPLETED, self.reductions, self._seen_complete)
-            self._seen_complete += 1
+        for index in self._set.newly_completed():
+            self.trace.stamp(Moment.COMPLETED, self.reductions, index)
 
     def _send_words(self) -> None:
+        quiet = self._shadowing or self._aborting
         words = Words(
             reduction=self.reductions,
-            unused=0 if self._shadowing else sum(not slot.used for slot in self._slots),
-            late=sum(slot.late for slot in self._slots),
-            weighted=self.weight is not None or self._weight_sum != 0.0,
+            unused=0 if quiet else sum(not slot.used for slot in self._set.slots),
+            late=sum(slot.late for slot in self._set.slots),
+            mode=self._mode,
             weight=self._weight_sum,
+            aborted=self._aborting,
         )
         gathered = torch.empty(self.transport.size * WORD_COUNT, dtype=torch.int64)
         self._words = self.transport.all_gather(gathered, words.encode()), gathered
@@ -303,71 +304,28 @@ class Reducer:
         assert self._words is not None
         work, gathered = self._words
         self._wait(work, f"the words of backward {self.reductions}")
-        return decode_all(gathered)
-
-    def _graph_change(self) -> GraphChanged | None:
-        """Compare the set of used parameters with that of the first reduction."""
-        uses = [slot.used for slot in self._slots]
-        before, self._first_uses = self._first_uses, self._first_uses or uses
-        if before is None or before == uses or self._shadowing:
-            return None
-        self.graph_changed = True
-        if not self.settings.static_graph:
-            return None
-        changed = [
-            f"{slot.meta.name} ({'used' if now else 'unused'} now, {'used' if was else 'unused'} before)"
-            for slot, was, now in zip(self._slots, before, uses, strict=True)
-            if was != now
-        ]
-        return GraphChanged(
-            "Your training graph has changed in this iteration, which is not compatible with static_graph=True: "
-            + ", ".join(changed)
-            + ". Leave static_graph off: unused parameters need no flag here."
-        )
-
-    # ---- the layout
-
-    def _lay(self, layout: Layout) -> None:
-        self._layout = layout
-        self._buckets = [
-            Bucket(spec, [self._slots[place.param] for place in spec.slots], self.transport) for spec in layout.buckets
-        ]
+        return agreement.decode_all(gathered)
 
     def _learn_order(self) -> None:
-        """Plan buckets in the order in which rank 0 saw gradients become ready. Applied at the next step boundary."""
+        """Plan buckets in the order in which rank 0 saw gradients become ready, for the next step."""
         seen = set(self.ready_order)
-        order = torch.tensor([*self.ready_order, *(i for i in self._layout.order if i not in seen)], dtype=torch.int64)
+        rest = [index for index in self._set.layout.order if index not in seen]
+        order = torch.tensor([*self.ready_order, *rest], dtype=torch.int64)
         self._wait(self.transport.broadcast(order, 0), "the order of gradients")
-        layout = plan_layout(self._layout.params, order.tolist(), self.settings.caps)
+        self._set.plan(order.tolist(), self.settings.caps)
         self.order_learned = True
-        if layout != self._layout:
-            self._next_layout = layout
-
-    def _relay(self) -> None:
-        """Move to the planned layout. Gradients that are views move along; a window of held gradients keeps it off."""
-        if self._next_layout is None or any(slot.held for slot in self._slots):
-            return
-        attached = [slot for slot in self._slots if slot.attached()]
-        moved = [(slot, slot.view) for slot in attached if not slot.meta.sparse]
-        if not moved:
-            self._buckets.clear()  # so that old and new buckets never exist together
-        self._lay(self._next_layout)
-        for slot, old_view in moved:
-            slot.view.copy_(old_view)
-            slot.param.grad = slot.view
-        self._next_layout = None
 
     # ---- what the replica calls
 
     def before_forward(self, *, training: bool) -> None:
         """Forget a backward that failed, take up a new layout, and note that a step has begun."""
-        with self._lock:
+        with self._lock, torch.no_grad():
             if self._asleep:
                 self._wake()
             if autograd.task_id() == -1 and self._backward is not None:
                 self.abandon()
             if self._backward is None:
-                self._relay()
+                self._set.move_to_plan(self.transport)
             if training and self.sync_on and self.settings.overlap:
                 self.forwards_since_step += 1
             elif training:
@@ -379,7 +337,8 @@ class Reducer:
 
         def on_backward(_: torch.Tensor) -> None:
             with self._lock:
-                self._enter(autograd.task_id())
+                if not self._asleep:
+                    self._enter(autograd.task_id())
 
         output.register_hook(on_backward)
 
@@ -388,39 +347,46 @@ class Reducer:
         with self._lock, torch.no_grad():
             if self._backward is not None and self._backward.running() is not None:
                 raise IllegalMove("sync_gradients() was called while a backward runs; call it after loss.backward()")
-            self._relay()
+            self._set.move_to_plan(self.transport)
             self._begin_reduction()
             self._finish()
 
     def shadow(self) -> None:
         """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
         with self._lock, torch.no_grad():
-            self._relay()
+            self._set.move_to_plan(self.transport)
             self._begin_reduction()
             self._shadowing = True
-            for slot in self._slots:
+            for slot in self._set.slots:
                 slot.bucket.lend(slot)
                 slot.fired = True
-            for bucket in self._buckets:
+            for bucket in self._set.buckets:
                 bucket.move(BucketState.FULL)
             self._finish()
 
     def abandon(self) -> None:
-        """Forget a backward that did not reach its end: drop its gradients and be ready for the next one."""
-        with self._lock:
-            self._backward = None
-            self._reset()
+        """Forget a backward that ended with an exception: drop its gradients and be ready for the next one.
+
+        If its reduction had begun, the other ranks wait for the rest of it. It is completed, and they are told.
+        """
+        with self._lock, torch.no_grad():
+            backward, self._backward = self._backward, None
+            if backward is None or not (backward.delivered and backward.syncs):
+                self._reset()
+                return
+            self._aborting = True
+            self._finish()
 
     def take_gradients(self) -> None:
         """Take what is in `param.grad` into the buckets, so that the dtype of the parameters may change."""
         with self._lock, torch.no_grad():
-            for slot in self._slots:
+            for slot in self._set.slots:
                 if slot.param.grad is not None:
                     slot.bucket.contribute_nothing_new(slot, self._scale_in())
 
     def unreduced(self) -> list[str]:
         """Names of parameters whose gradients were not reduced since they were last added to."""
-        return [slot.meta.name for slot in self._slots if slot.dirty]
+        return [slot.meta.name for slot in self._set.slots if slot.dirty]
 
     def join_with_zeros_if_others_wait(self) -> None:
         """At an optimizer step: if the loss of this rank touched no parameter, the others wait for it. Join them."""
@@ -434,14 +400,27 @@ class Reducer:
         self.reductions = 0
         self.order_learned = False
 
+    def relay_now(self) -> bool:
+        """Take up the planned layout, if there is one and nothing is under way."""
+        with self._lock, torch.no_grad():
+            return self._backward is None and self._set.move_to_plan(self.transport)
+
+    def set_static_graph(self) -> None:
+        """Refuse graphs that differ from the first one seen."""
+        self.settings = replace(self.settings, static_graph=True)
+
+    @property
+    def layout(self) -> Layout:
+        return self._set.layout
+
     def close(self) -> None:
         """Remove every hook. The gradients stay where they are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        others = [other for other in self._others() if other._asleep]
-        if others and not self._asleep:
-            others[-1]._asleep = False
+        sleeping = [other for other in self._others() if other._asleep]
+        if sleeping and not self._asleep:
+            sleeping[-1]._asleep = False
 
     def _wake(self) -> None:
         """Of several replicas of one module only one reduces: the one that was made, or called, last."""
@@ -450,25 +429,5 @@ class Reducer:
         self._asleep = False
 
     def _others(self) -> "list[Reducer]":
-        owners = autograd.hook_owners(self._slots[0].param)
+        owners = autograd.hook_owners(self._set.slots[0].param)
         return [owner for owner in owners if isinstance(owner, Reducer) and owner is not self]
-
-    def relay_now(self) -> bool:
-        """Take up the planned layout, if there is one and nothing is under way."""
-        with self._lock:
-            planned = self._next_layout is not None and self._backward is None
-            if planned:
-                self._relay()
-            return planned
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self._buckets
-
-    def set_static_graph(self) -> None:
-        """Refuse graphs that differ from the first one seen from now on."""
-        self.settings = replace(self.settings, static_graph=True)

@@ -211,7 +211,7 @@ class DistributedDataParallel(TorchSurface):
         if not self._lazy_init_ran:
             self._lazy_init()
         core = self._core
-        core.before_forward(training=torch.is_grad_enabled() and self.training)
+        core.before_forward(training=torch.is_grad_enabled())
         if torch.is_grad_enabled() and core.sync_on:
             self.logger.before_forward(core.trace)
         core.trace.stamp(Moment.FORWARD_BEGIN, core.reductions)

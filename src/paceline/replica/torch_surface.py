@@ -304,7 +304,7 @@ class TorchReducer:
         self._core.optimizes_in_backward = True
 
     def _ddp_graph_static(self) -> bool:
-        return not self._core.graph_changed
+        return not self._core.graph.changed
 
     def _check_reducer_finalized(self) -> None:
         """See TorchSurface._check_reducer_finalized."""

@@ -1,0 +1,75 @@
+"""All buckets of one replica under its current layout, and the move to the next one."""
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.collectives.api import Transport
+from paceline.layout import BucketCaps, Layout, plan_layout
+from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+
+
+class BucketSet:
+    """The gradients of one replica: a slot per parameter, in buckets that are launched in index order."""
+
+    def __init__(self, params: Sequence[torch.Tensor], layout: Layout, transport: Transport) -> None:
+        pairs = zip(layout.params, params, strict=True)
+        self.slots = [GradSlot(index, meta, param) for index, (meta, param) in enumerate(pairs)]
+        self.slot_of = {id(slot.param): slot for slot in self.slots}
+        self.next = 0  # the bucket whose turn it is
+        self._seen_complete = 0
+        self._planned: Layout | None = None
+        self.lay(layout, transport)
+
+    def lay(self, layout: Layout, transport: Transport) -> None:
+        """Allocate the buckets of `layout` and point every slot into them."""
+        self.layout = layout
+        self.buckets = [
+            Bucket(spec, [self.slots[place.param] for place in spec.slots], transport) for spec in layout.buckets
+        ]
+
+    @property
+    def last(self) -> int:
+        return len(self.buckets) - 1
+
+    def rearm(self) -> None:
+        """Make ready for the next reduction, after a whole one or one that was broken off."""
+        for slot in self.slots:
+            slot.clear()
+        for bucket in self.buckets:
+            bucket.rearm()
+        self.next = self._seen_complete = 0
+
+    def leave_flying_memory(self, transport: Transport) -> None:
+        """Give up memory that a transport may still write to: whoever waited for it was interrupted."""
+        if any(b.state is BucketState.FLYING and b.flight and not b.flight.work.done() for b in self.buckets):
+            self.lay(self.layout, transport)
+
+    def newly_completed(self) -> list[int]:
+        """The buckets that have completed since this was asked last, in order."""
+        first = self._seen_complete
+        while self._seen_complete < self.next:
+            flight = self.buckets[self._seen_complete].flight
+            if flight is None or not flight.work.done():
+                break
+            self._seen_complete += 1
+        return list(range(first, self._seen_complete))
+
+    def plan(self, order: Sequence[int], caps: BucketCaps) -> None:
+        """Plan buckets for gradients that become ready in `order`; taken up by `move_to_plan`."""
+        planned = plan_layout(self.layout.params, order, caps)
+        self._planned = planned if planned != self.layout else None
+
+    def move_to_plan(self, transport: Transport) -> bool:
+        """Take up the planned layout. Gradients that are views move along; held ones keep the old layout in place."""
+        if self._planned is None or any(slot.held for slot in self.slots):
+            return False
+        moved = [(slot, slot.view) for slot in self.slots if slot.attached()]
+        if not moved:
+            self.buckets.clear()  # so that old and new buckets never exist together
+        self.lay(self._planned, transport)
+        for slot, old_view in moved:
+            slot.view.copy_(old_view)
+            slot.param.grad = slot.view
+        self._planned = None
+        return True
