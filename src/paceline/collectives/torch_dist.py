@@ -65,6 +65,9 @@ class TorchDistTransport:
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
         check_reducible(flat, op)
+        if self._must_stage(flat):
+            staged = flat.to(_current_device())
+            return _StagedWork(self.all_reduce(staged, op), staged, flat)
         mean_after = op is Op.MEAN and self._backend(flat.device) != "nccl"
         native = _native(Op.SUM if mean_after else op)
         if not self._listed:
@@ -74,6 +77,9 @@ class TorchDistTransport:
 
     def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
         check_root(root, self._size)
+        if self._must_stage(flat):
+            staged = flat.to(_current_device())
+            return _StagedWork(self.broadcast(staged, root), staged, flat)
         if not self._listed:
             return python_group.broadcast(self._group, flat, root)
         raw = dist.broadcast(flat, group=self._group, async_op=True, group_src=root)
@@ -81,6 +87,9 @@ class TorchDistTransport:
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
         check_gather(out, part, self._size)
+        if self._must_stage(part):
+            staged = out.to(_current_device())
+            return _StagedWork(self.all_gather(staged, part.to(_current_device())), staged, out)
         if not self._listed:
             return python_group.all_gather(self._group, out, part)
         raw = _gather_into()(out.view(-1), part.reshape(-1), group=self._group, async_op=True)
@@ -88,6 +97,10 @@ class TorchDistTransport:
 
     def close(self) -> None:
         """The group belongs to whoever made it, so there is nothing to give back."""
+
+    def _must_stage(self, tensor: torch.Tensor) -> bool:
+        """Whether a host tensor meets a group that only moves device memory, as one formed with "nccl" alone does."""
+        return tensor.device.type == "cpu" and self._listed and self._backend(tensor.device) == "nccl"
 
     def _backend(self, device: torch.device) -> str:
         found = self._backends.get(device)
@@ -260,3 +273,26 @@ class _StreamWork:
                     self._tensor.div_(self._divide_by)
             self._ordered = True
         return True
+
+
+class _StagedWork:
+    """A collective on a device copy of a host tensor: complete when the result is back in the host tensor."""
+
+    def __init__(self, work: Work, staged: torch.Tensor, home: torch.Tensor) -> None:
+        self._work = work
+        self._staged = staged
+        self._home = home
+        self._complete = False
+
+    def done(self) -> bool:
+        return self._complete or self._work.done()
+
+    def wait(self, seconds: float) -> bool:
+        if not self._complete and self._work.wait(seconds):
+            self._home.copy_(self._staged)
+            self._complete = True
+        return self._complete
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())

@@ -14,7 +14,7 @@ from paceline.collectives.local import LocalTransport
 from paceline.collectives.reduction import Reduction
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import UsageError
-from paceline.layout import BucketCaps, ParamMeta, plan_layout
+from paceline.layout import BucketCaps, Layout, ParamMeta, plan_layout
 from paceline.reducer.reducer import Reducer, ReducerSettings
 from paceline.replica import arguments, start_equal
 from paceline.replica.guard import StepGuard
@@ -332,6 +332,11 @@ class DistributedDataParallel(TorchSurface):
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
+
+    @property
+    def layout(self) -> Layout:
+        """Where every gradient lives now."""
+        return self._core.layout
 
     @property
     def trace(self) -> Trace:
