@@ -1,6 +1,8 @@
 """init on a machine with a CUDA device."""
 
-import pytest
+import os
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -8,13 +10,9 @@ from paceline.start import init, shutdown
 from paceline.world import World
 
 
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def start_and_reduce(rank: int, size: int) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_the_device_is_chosen_and_both_kinds_of_tensor_are_reduced() -> None:
+        os.environ.pop(name, None)
     world = init()
     try:
         assert world.device == torch.device("cuda", torch.cuda.current_device())
@@ -24,6 +22,10 @@ def test_the_device_is_chosen_and_both_kinds_of_tensor_are_reduced() -> None:
             assert tensor.tolist() == [1.0, 1.0]
     finally:
         shutdown()
+
+
+def test_the_device_is_chosen_and_both_kinds_of_tensor_are_reduced(procs: Any) -> None:
+    procs(1).run(start_and_reduce, group=False)
 
 
 def test_a_single_visible_device_serves_every_local_rank() -> None:

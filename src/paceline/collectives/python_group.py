@@ -14,7 +14,11 @@ from paceline.collectives.wait import FutureWork
 def all_reduce(group: dist.ProcessGroup, flat: torch.Tensor, op: Any) -> Work:
     options = AllreduceOptions()
     options.reduceOp = op
-    return FutureWork(group.allreduce([flat], options).get_future())
+    raw = group.allreduce([flat], options)
+    try:
+        return FutureWork(raw.get_future())
+    except RuntimeError:  # a work object need not have a future
+        return _PythonWork(raw)
 
 
 def broadcast(group: dist.ProcessGroup, flat: torch.Tensor, root: int) -> Work:
