@@ -50,6 +50,8 @@ class _PythonWork:
     def _wait_raw(self, seconds: float) -> bool:
         try:
             return bool(self._raw.wait(timedelta(seconds=seconds)))
+        except TypeError:  # it need not take a timeout
+            return bool(self._raw.wait())
         except RuntimeError as error:
             if "not implemented" not in str(error):
                 raise

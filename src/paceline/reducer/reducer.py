@@ -101,9 +101,12 @@ class Reducer:
 
     def on_grad_ready(self, param: torch.Tensor) -> None:
         """Autograd has added to `param.grad`. Runs once per parameter and backward, on the thread of the backward."""
-        with self._lock, torch.no_grad():
+        if torch.is_grad_enabled():  # with create_graph=True; the usual backward does not pay for the switch
+            with torch.no_grad():
+                return self.on_grad_ready(param)
+        with self._lock:
             if self._asleep or param.grad is None:  # None: autograd delivered an undefined gradient
-                return
+                return None
             backward = self._enter(autograd.task_id())
             if not backward.delivered:
                 self._begin(backward)
@@ -125,6 +128,7 @@ class Reducer:
                         self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
                         self._launch()
                 self._stamp_completed()
+            return None
 
     def _launch(self) -> None:
         """Start every full bucket whose turn it is; after the last one, the words."""
