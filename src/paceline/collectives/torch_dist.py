@@ -3,7 +3,6 @@
 import ctypes
 import os
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +10,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+    Store,
+)
 
 from paceline.collectives import python_group
 from paceline.collectives.api import Op, Watch, Work, check_gather, check_reducible, check_root, describe
+from paceline.collectives.peers import StoreCall
+from paceline.collectives.wait import finish
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
 
@@ -39,7 +46,7 @@ class TorchDistTransport:
         self._group = group
         self._rank = group.rank()
         self._size = group.size()
-        self._listed = group in distributed_c10d._world.pg_map  # else made by Python code, unknown to torch
+        self._is_python = type(group) is not dist.ProcessGroup
         self._pin = _Pin(group)
         self._backends: dict[torch.device, str] = {}
         self._watch = watch if watch is not None else watch_of(group)
@@ -70,9 +77,11 @@ class TorchDistTransport:
             return _StagedWork(self.all_reduce(staged, op), staged, flat)
         mean_after = op is Op.MEAN and self._backend(flat.device) != "nccl"
         native = _native(Op.SUM if mean_after else op)
-        if not self._listed:
+        if self._is_python:
             return python_group.all_reduce(self._group, flat, native)
-        raw = dist.all_reduce(flat, native, group=self._group, async_op=True)
+        options = AllreduceOptions()
+        options.reduceOp = native
+        raw = self._group.allreduce([_real(flat)], options)
         return self._begun(raw, describe("all_reduce", flat, op.value), flat, self._size if mean_after else 1)
 
     def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
@@ -80,9 +89,11 @@ class TorchDistTransport:
         if self._must_stage(flat):
             staged = flat.to(_current_device())
             return _StagedWork(self.broadcast(staged, root), staged, flat)
-        if not self._listed:
+        if self._is_python:
             return python_group.broadcast(self._group, flat, root)
-        raw = dist.broadcast(flat, group=self._group, async_op=True, group_src=root)
+        options = BroadcastOptions()
+        options.rootRank = root
+        raw = self._group.broadcast([_real(flat)], options)
         return self._begun(raw, describe("broadcast", flat, f"root={root}"), flat, 1)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
@@ -90,9 +101,9 @@ class TorchDistTransport:
         if self._must_stage(part):
             staged = out.to(_current_device())
             return _StagedWork(self.all_gather(staged, part.to(_current_device())), staged, out)
-        if not self._listed:
+        if self._is_python:
             return python_group.all_gather(self._group, out, part)
-        raw = _gather_into()(out.view(-1), part.reshape(-1), group=self._group, async_op=True)
+        raw = self._group._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
         return self._begun(raw, describe("all_gather", part, ""), out, 1)
 
     def close(self) -> None:
@@ -100,7 +111,7 @@ class TorchDistTransport:
 
     def _must_stage(self, tensor: torch.Tensor) -> bool:
         """Whether a host tensor meets a group that only moves device memory, as one formed with "nccl" alone does."""
-        return tensor.device.type == "cpu" and self._listed and self._backend(tensor.device) == "nccl"
+        return tensor.device.type == "cpu" and not self._is_python and self._backend(tensor.device) == "nccl"
 
     def _backend(self, device: torch.device) -> str:
         found = self._backends.get(device)
@@ -117,6 +128,34 @@ class TorchDistTransport:
         if tensor.device.type != "cpu" and self._backend(tensor.device) != "gloo":
             return _StreamWork(raw, tensor, divide_by)
         return _SlicedWork(raw, tensor, divide_by, self._pin)
+
+
+def transport_for_replica(
+    group: dist.ProcessGroup, device: torch.device, timeout_s: float | None
+) -> TorchDistTransport:
+    """A transport whose collectives cannot be mixed up with those of another replica over the same group.
+
+    Why the second replica gets a group of its own
+    ----------------------------------------------
+    gloo pairs the n-th collective of one rank with the n-th of another. The buckets of one replica are launched in one
+    order on all ranks. But those of two replicas in one backward interleave as gradients become ready, and a parameter
+    that only some ranks use makes its bucket ready at the end on the others: sums of different models, in silence.
+    """
+    store, rank, size = store_of(group), group.rank(), group.size()
+    if store is None or device.type != "cpu" or "gloo" not in str(dist.get_backend_config(group)):
+        return TorchDistTransport(group)
+    number = store.add(f"paceline/replicas/{rank}", 1)
+    if number == 1:
+        return TorchDistTransport(group)
+    watch = watch_of(group, line=f"replica {number}")
+    own_store = PrefixStore(f"paceline/replica {number}", store)
+    timeout = group._get_backend(device).options._timeout
+    # On a thread: the constructor blocks until every rank is there.
+    making = StoreCall(lambda _: dist.ProcessGroupGloo(own_store, rank, size, timeout))
+    finish(making, what=f"the forming of replica {number}'s own group", watch=watch, timeout_s=timeout_s)
+    own = dist.ProcessGroup(own_store, rank, size)
+    own._register_backend(device, dist.ProcessGroup.BackendType.GLOO, making.result())
+    return TorchDistTransport(own, watch=watch)
 
 
 def watch_of(
@@ -159,10 +198,8 @@ def _native(op: Op) -> Any:
     return dist.ReduceOp.AVG if op is Op.MEAN else _REDUCE_OPS[op]
 
 
-def _gather_into() -> Callable[..., Any]:
-    # torch 2.13 deprecates the old name with a FutureWarning; torch 2.11 has no other.
-    found: Callable[..., Any] | None = getattr(dist, "all_gather_single", None)
-    return found if found is not None else dist.all_gather_into_tensor
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class _Pin:

@@ -5,6 +5,7 @@ the bucket, because a communication hook may compress it, its dtype may not hold
 stall the host.
 """
 
+import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from paceline.collectives.api import Transport
 from paceline.collectives.wait import finish
 from paceline.errors import BackwardAborted, CollectiveMismatch, UnusedParameters
 from paceline.reducer.bucket import GradSlot
+
+logger = logging.getLogger("paceline")
 
 WORD_COUNT = 8
 
@@ -41,17 +44,26 @@ class Words:
     late: int  # gradients that came after their bucket had left
     mode: Mode  # plain and weighted backwards must not meet
     weight: float  # sum of the weights of this rank's micros
+    micros: int = 0  # backwards since the last reduction
     aborted: bool = False  # the backward ended with an exception on this rank
 
     def encode(self) -> torch.Tensor:
         (weight_bits,) = struct.unpack("<q", struct.pack("<d", self.weight))
-        values = [self.reduction, self.unused, self.late, self.mode.value, weight_bits, int(self.aborted)]
+        values = [
+            self.reduction,
+            self.unused,
+            self.late,
+            self.mode.value,
+            weight_bits,
+            self.micros,
+            int(self.aborted),
+        ]
         return torch.tensor(values + [0] * (WORD_COUNT - len(values)), dtype=torch.int64)
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> "Words":
         (weight,) = struct.unpack("<d", struct.pack("<q", row[4]))
-        return cls(row[0], row[1], row[2], Mode(row[3]), weight, bool(row[5]))
+        return cls(row[0], row[1], row[2], Mode(row[3]), weight, row[5], bool(row[6]))
 
 
 def decode_all(gathered: torch.Tensor) -> list[Words]:
@@ -71,7 +83,18 @@ def decode_all(gathered: torch.Tensor) -> list[Words]:
             f"some backwards of this step ran inside weight() and some outside ({_by_rank([r.mode.name for r in rows])}"
             f"); put every micro of a step, on every rank, inside weight()"
         )
+    _warn_of_uneven_micros(rows)
     return rows
+
+
+def _warn_of_uneven_micros(rows: Sequence[Words]) -> None:
+    micros = [row.micros for row in rows]
+    if rows[0].mode is Mode.PLAIN and len({count for count in micros if count}) > 1:
+        logger.warning(
+            "ranks ran different numbers of backwards for one reduction (%s), so their batches count differently in "
+            "the mean; use the same no_sync() blocks on every rank, or weight()",
+            _by_rank(micros),
+        )
 
 
 def aborted_error(words: Sequence[Words]) -> BackwardAborted:

@@ -1,5 +1,6 @@
 """The only user of private autograd calls, so that a change in torch is a change in one small file."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,8 +29,23 @@ def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[]
 
 
 def hook_owners(param: torch.Tensor) -> Iterator[Any]:
-    """The objects whose methods are hooked to `param`, oldest first."""
+    """The objects whose methods are hooked to `param`, oldest first; None for hooks that are plain functions."""
     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-        owner = getattr(hook, "__self__", None)
-        if owner is not None:
-            yield owner
+        yield getattr(hook, "__self__", None)
+
+
+def adds_to_grad() -> bool | None:
+    """Whether the backward this thread runs was started by `backward()`, and not by `autograd.grad()`.
+
+    None when it cannot be told: on a GPU, gradients come on threads of the engine's own.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.autograd.backward.__code__:
+            return True
+        if frame.f_code is torch.autograd.grad.__code__:
+            return False
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

@@ -33,6 +33,7 @@ class GradSlot:
 
     __slots__ = (
         "address",
+        "asleep",
         "bucket",
         "dirty",
         "fired",
@@ -56,6 +57,7 @@ class GradSlot:
         self.view: torch.Tensor
         self.offset = 0
         self.address = 0
+        self.asleep = False  # another replica that shares the parameter reduces it
         # What of the current step is known.
         self.fired = False  # autograd has delivered a gradient in this backward
         self.held = False  # the bucket holds gradients of this step and `param.grad` is None
@@ -65,9 +67,12 @@ class GradSlot:
         self.kept: torch.Tensor | None = None  # the gradient to give back if no rank used the parameter
 
     def attached(self) -> bool:
-        """Whether `param.grad` is the view into the bucket."""
-        grad = self.param.grad
-        return grad is not None and grad.data_ptr() == self.address and grad.layout == torch.strided
+        """Whether `param.grad` is the view into the bucket, and no one gave that view other memory."""
+        return self.param.grad is self.view and not self.meta.sparse and self.view.data_ptr() == self.address
+
+    def leave_bucket(self) -> None:
+        """Keep no reference to the bucket's memory, so that it can be freed before the next one is allocated."""
+        del self.bucket, self.view
 
     def clear(self) -> None:
         self.fired = self.held = self.used = self.dirty = self.late = False
@@ -96,7 +101,7 @@ class Bucket:
     def renew_view(self, slot: GradSlot) -> None:
         """Point `slot` at its part of the buffer, shaped and strided like the parameter."""
         if self.spec.sparse:
-            slot.view, slot.address = self.flat, 0
+            slot.view = self.flat
             return
         if _dense(slot.meta):
             slot.view = self.flat.as_strided(slot.meta.shape, slot.meta.stride, slot.offset)
@@ -134,7 +139,10 @@ class Bucket:
         """
         grad = slot.param.grad
         assert grad is not None
-        if self.spec.sparse:
+        if scale == 0.0:  # not a product: a rank without tokens may well have a gradient that is not finite
+            if not slot.held:
+                self.zero(slot)
+        elif self.spec.sparse:
             self._collect_sparse(slot, grad, scale)
         elif slot.held:
             slot.view.add_(grad, alpha=scale)
@@ -153,6 +161,18 @@ class Bucket:
             return
         self._fill(slot, grad, 1.0)
         slot.param.grad = slot.view
+
+    def show(self, slot: GradSlot) -> None:
+        """Make a held gradient visible as `param.grad` again, unreduced."""
+        if slot.held and not self.spec.sparse:
+            slot.param.grad = slot.view
+            slot.held = False
+
+    def take(self, slot: GradSlot) -> None:
+        """The reverse of `show`: hold the gradient that is visible, so that autograd does not add to it."""
+        if slot.attached():
+            slot.param.grad = None
+            slot.held = True
 
     def contribute_nothing_new(self, slot: GradSlot, scale: float) -> None:
         """Complete a slot that got no gradient in this backward: with what was there before, else with zeros."""
@@ -174,7 +194,7 @@ class Bucket:
         if self.spec.sparse:
             self.flat = _no_rows(slot.meta)
         else:
-            slot.view.zero_()
+            self._own_view(slot).zero_()
 
     def put_result(self, result: torch.Tensor | None) -> None:
         """Take the reduced gradients, when a reduction did not leave them in the bucket's own memory."""
@@ -188,13 +208,14 @@ class Bucket:
     def hand_back(self, slot: GradSlot, *, touched: bool) -> None:
         """Give the gradient back to the parameter. `touched=False`: no rank used it, so it is as it was before."""
         if not touched:
-            if slot.kept is not None and not self.spec.sparse:
-                slot.view.copy_(slot.kept)
-            slot.param.grad = slot.kept if self.spec.sparse or slot.kept is None else slot.view
+            if slot.kept is None or self.spec.sparse:
+                slot.param.grad = slot.kept
+            else:
+                slot.param.grad = self._own_view(slot).copy_(slot.kept)
         elif self.spec.sparse:
             slot.param.grad = self.flat
         else:
-            slot.param.grad = slot.view
+            slot.param.grad = self._own_view(slot)
 
     def _collect_sparse(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
         if grad.layout != torch.sparse_coo:
@@ -211,14 +232,21 @@ class Bucket:
                 f"parameter {slot.meta.name} was expected to have a dense gradient, got layout {grad.layout}; only "
                 f"torch.nn.Embedding and EmbeddingBag with sparse=True are known to make sparse ones"
             )
-        if slot.view.data_ptr() != slot.address:  # someone wrote `param.grad.data = ...` on our view
-            self.renew_view(slot)
-        if scale == 1.0 or grad.dtype != slot.view.dtype:
-            slot.view.copy_(grad)
+        view = self._own_view(slot)
+        if grad._is_view() and grad.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
+            grad = grad.clone()  # another look at our own memory, such as `param.grad.t()`
+        if scale == 1.0 or grad.dtype != view.dtype:
+            view.copy_(grad)
             if scale != 1.0:
-                slot.view.mul_(scale)
+                view.mul_(scale)
         else:
-            torch.mul(grad, scale, out=slot.view)
+            torch.mul(grad, scale, out=view)
+
+    def _own_view(self, slot: GradSlot) -> torch.Tensor:
+        """The view, made anew if someone wrote `param.grad.data = ...` and so gave it other memory."""
+        if slot.view.data_ptr() != slot.address:
+            self.renew_view(slot)
+        return slot.view
 
 
 def _dense(meta: ParamMeta) -> bool:

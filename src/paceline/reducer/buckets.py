@@ -1,6 +1,7 @@
 """All buckets of one replica under its current layout, and the move to the next one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -55,6 +56,18 @@ class BucketSet:
             self._seen_complete += 1
         return list(range(first, self._seen_complete))
 
+    def follow_parameters(self, caps: BucketCaps, transport: Transport) -> None:
+        """Lay out anew if the module was converted after wrapping, as by `module.double()`."""
+        first = self.slots[0]
+        if first.param.dtype == first.meta.dtype and first.param.device == first.meta.device:
+            return
+        for slot in self.slots:
+            slot.meta = replace(
+                slot.meta, dtype=slot.param.dtype, device=slot.param.device, stride=tuple(slot.param.stride())
+            )
+        self._planned = None
+        self.lay(plan_layout([slot.meta for slot in self.slots], self.layout.order, caps), transport)
+
     def plan(self, order: Sequence[int], caps: BucketCaps) -> None:
         """Plan buckets for gradients that become ready in `order`; taken up by `move_to_plan`."""
         planned = plan_layout(self.layout.params, order, caps)
@@ -65,8 +78,10 @@ class BucketSet:
         if self._planned is None or any(slot.held for slot in self.slots):
             return False
         moved = [(slot, slot.view) for slot in self.slots if slot.attached()]
-        if not moved:
-            self.buckets.clear()  # so that old and new buckets never exist together
+        if not moved:  # then old and new buckets need not exist together
+            self.buckets.clear()
+            for slot in self.slots:
+                slot.leave_bucket()
         self.lay(self._planned, transport)
         for slot, old_view in moved:
             slot.view.copy_(old_view)

@@ -9,35 +9,24 @@ collectives. Nothing here looks at the graph: a parameter that took no part is o
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from paceline.collectives.api import Transport, Work
-from paceline.collectives.reduction import Reduction
+from paceline.collectives.reduction import Flight, Reduction
 from paceline.collectives.wait import FutureWork, finish
 from paceline.errors import IllegalMove
-from paceline.layout import BucketCaps, Layout
+from paceline.layout import Layout
 from paceline.reducer import agreement, autograd
 from paceline.reducer.agreement import WORD_COUNT, Mode, Words
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.graph import GraphMemory
+from paceline.reducer.settings import ReducerSettings
+from paceline.reducer.sharing import ParamHooks
 from paceline.trace import Moment, Trace
-
-
-@dataclass(frozen=True, slots=True)
-class ReducerSettings:
-    """What the user chose, equal on every rank."""
-
-    caps: BucketCaps
-    overlap: bool = True
-    unused: str = "zero"  # or "error"
-    static_graph: bool = False
-    timeout_s: float | None = None
-    skip_unused: bool = False  # the user vouches that ranks agree on unused parameters: leave out unused buckets
-    hold: bool = False  # never show unreduced gradients: their dtype is not the parameter's (mixed precision)
 
 
 @dataclass(slots=True)
@@ -47,6 +36,7 @@ class Backward:
     task: int
     syncs: bool
     running: "weakref.ref[Callable[[], None]]"  # dead when the backward ended without its callback
+    adds: bool | None  # whether it is a backward() and not an autograd.grad(), if that can be told
     nested: bool = False  # a backward ran inside this one
     delivered: bool = False  # some parameter got a gradient
 
@@ -68,6 +58,7 @@ class Reducer:
         self.trace = Trace()
         # What the replica switches.
         self.sync_on = True  # no_sync() and disable_grad_sync()
+        self.sync_in_join: bool | None = None  # inside join() the forward decides, because it has told the others
         self.divisor: float = transport.size  # join() may lower it to the ranks that still have data
         self.weight: float | None = None  # inside weight(n): n
         self.optimizes_in_backward = False
@@ -76,7 +67,7 @@ class Reducer:
         # What it may read.
         self.reductions = 0  # begun so far; equal on all ranks
         self.reductions_since_step = 0
-        self.forwards_since_step = 0  # forwards whose backward is to be reduced
+        self.forwards_pending = 0  # training forwards, to be reduced, since the last reduction or step
         self.window_open = False  # something ran that was not reduced yet
         self.uses: list[int] | None = None  # of the last reduction; None: every parameter on every rank
         self.ready_order: list[int] = []  # of the last reduction
@@ -86,16 +77,15 @@ class Reducer:
         self.last_error: str | None = None
 
         self._lock = threading.RLock()  # a module on several devices has a backward thread for each
-        self._asleep = False
         self._backward: Backward | None = None
+        self._micros = 0
         self._mode = Mode.NOTHING
         self._weight_sum = 0.0
         self._shadowing = False
         self._aborting = False
         self._words: tuple[Work, torch.Tensor] | None = None
-        self._set = BucketSet(params, layout, transport)
-        self._wake()
-        self._handles = [p.register_post_accumulate_grad_hook(self.on_grad_ready) for p in params]
+        self.set = BucketSet(params, layout, transport)
+        self._hooks = ParamHooks(self)
 
     # ---- the way of a gradient
 
@@ -105,12 +95,12 @@ class Reducer:
             with torch.no_grad():
                 return self.on_grad_ready(param)
         with self._lock:
-            if self._asleep or param.grad is None:  # None: autograd delivered an undefined gradient
+            slot = self.set.slot_of[id(param)]
+            if slot.asleep or param.grad is None:  # None: autograd delivered an undefined gradient
                 return None
             backward = self._enter(autograd.task_id())
             if not backward.delivered:
                 self._begin(backward)
-            slot = self._set.slot_of[id(param)]
             bucket = slot.bucket
             slot.used = slot.dirty = True
             if not backward.syncs:
@@ -132,17 +122,19 @@ class Reducer:
 
     def _launch(self) -> None:
         """Start every full bucket whose turn it is; after the last one, the words."""
-        last = self._set.last
-        while self._set.next <= last and self._set.buckets[self._set.next].state is BucketState.FULL:
-            if self._set.next == last and self._backward is not None and self._backward.nested:
+        last = self.set.last
+        while self.set.next <= last and self.set.buckets[self.set.next].state is BucketState.FULL:
+            if self.set.next == last and self._backward is not None and self._backward.nested:
                 return  # the words go with the last bucket, and late gradients may still come
-            bucket = self._set.buckets[self._set.next]
-            bucket.move(BucketState.FLYING)
+            bucket = self.set.buckets[self.set.next]
             self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
-            if not bucket.skipped:
-                bucket.flight = self.reduction(bucket.grad_bucket(last=self._set.next == last), self.transport)
-            self._set.next += 1
-        if self._set.next > last and self._words is None and not self.reduction.chains:
+            if self._aborting:  # zeros; and whatever reduces buckets may be what has failed
+                bucket.flight = Flight(self.transport.all_reduce(bucket.flat))
+            elif not bucket.skipped:
+                bucket.flight = self.reduction(bucket.grad_bucket(last=self.set.next == last), self.transport)
+            bucket.move(BucketState.FLYING)
+            self.set.next += 1
+        if self.set.next > last and self._words is None and not self.reduction.chains:
             self._send_words()
 
     def _finish(self) -> None:
@@ -154,17 +146,19 @@ class Reducer:
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)
         self._backward = None
         try:
-            for bucket in self._set.buckets:
+            for bucket in self.set.buckets:
                 if bucket.state is BucketState.FILLING:
                     bucket.skipped = self.settings.skip_unused and not any(slot.used for slot in bucket.slots)
                     for slot in bucket.slots:
-                        if not slot.fired:
+                        if slot.asleep:
+                            bucket.zero(slot)
+                        elif not slot.fired:
                             bucket.contribute_nothing_new(slot, self._scale_in())
                     bucket.move(BucketState.FULL)
             self._launch()
-            for bucket in self._set.buckets:
+            for bucket in self.set.buckets:
                 self._land(bucket)
-            self.buckets_reduced = sum(not bucket.skipped for bucket in self._set.buckets)
+            self.buckets_reduced = sum(not bucket.skipped for bucket in self.set.buckets)
             error = self._settle(self._receive_words())
         finally:
             self._reset()
@@ -186,17 +180,15 @@ class Reducer:
 
         Returns the error to raise, the same on every rank, once everything is in its place again.
         """
-        slots, timeout_s = self._set.slots, self.settings.timeout_s
+        slots, timeout_s = self.set.slots, self.settings.timeout_s
         if self.on_finished is not None:
             self.on_finished()
         if any(row.aborted for row in words):
             return None if self._aborting else agreement.aborted_error(words)
         if any(row.late for row in words):
-            late_scale = 1.0 / self.divisor if self.weight is None else self.weight
-            agreement.reduce_late(slots, self.transport, late_scale, timeout_s)
+            agreement.reduce_late(slots, self.transport, self._scale_late(), timeout_s)
         if any(row.mode is Mode.WEIGHTED for row in words):
-            total = sum(row.weight for row in words)
-            self._rescale((self.divisor if self.reduction.divides else 1.0) / total if total else 0.0)
+            self._rescale(sum(row.weight for row in words))
         self.uses = None
         error: Exception | None = None
         if any(row.unused for row in words):
@@ -206,16 +198,20 @@ class Reducer:
         if not self.optimizes_in_backward:
             for slot in slots:
                 used_somewhere = self.uses is None or self.uses[slot.index] > 0
-                slot.bucket.hand_back(slot, touched=used_somewhere and not self._shadowing)
+                if not slot.asleep:
+                    slot.bucket.hand_back(slot, touched=used_somewhere and not self._shadowing)
         if not self.order_learned:
             self._learn_order()
         self.reductions_since_step += 1
-        for future in self.after_backward:
-            self._wait(FutureWork(future), f"a buffer hook of backward {self.reductions}")
-        self.after_backward.clear()
+        self._wait_for_buffer_hooks()
         if self._shadowing:
             return None
         return error or self.graph.compare(slots, static=self.settings.static_graph)
+
+    def _wait_for_buffer_hooks(self) -> None:
+        for future in self.after_backward:
+            self._wait(FutureWork(future), f"a buffer hook of backward {self.reductions}")
+        self.after_backward.clear()
 
     # ---- one backward
 
@@ -229,14 +225,16 @@ class Reducer:
                 current.nested = True
                 return current
             self.abandon()
-        self._set.move_to_plan(self.transport)
-        syncs = self.sync_on and self.settings.overlap
-        self._backward = Backward(task, syncs, autograd.at_end_of_backward(self._at_end))
+        self.set.move_to_plan(self.transport)
+        syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap
+        running = autograd.at_end_of_backward(self._at_end)
+        self._backward = Backward(task, syncs, running, autograd.adds_to_grad())
         return self._backward
 
     def _begin(self, backward: Backward) -> None:
         """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""
         backward.delivered = True
+        self._micros += 1
         self._mode = self._mode.and_then(Mode.PLAIN if self.weight is None else Mode.WEIGHTED)
         self._weight_sum += self.weight or 0.0
         if backward.syncs:
@@ -249,8 +247,14 @@ class Reducer:
             backward = self._backward
             if backward is None:
                 return
-            if backward.delivered and backward.syncs:
+            if backward.syncs and (backward.delivered or backward.adds):
+                if not backward.delivered:  # the loss touched no parameter, but the other ranks wait
+                    self._begin_reduction()
                 self._finish()
+            elif self.on_finished is not None and backward.delivered:
+                self.on_finished()
+                for slot in self.set.slots:
+                    slot.bucket.show(slot)
             self._backward = None
 
     def _begin_reduction(self) -> None:
@@ -259,26 +263,34 @@ class Reducer:
         self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
 
     def _reset(self) -> None:
-        self._set.leave_flying_memory(self.transport)
-        self._set.rearm()
+        self.set.leave_flying_memory(self.transport)
+        self.set.rearm()
         self._words = None
+        self._micros = 0
         self._mode = Mode.NOTHING
         self._weight_sum = 0.0
+        self.forwards_pending = 0
         self._shadowing = self._aborting = self.window_open = False
 
     def _keep_for_later(self, slot: GradSlot) -> None:
         if self.weight is None and not self.settings.hold:
             slot.bucket.stash(slot)
-        else:  # autograd must not add an unweighted gradient to a weighted one, so the bucket does the adding
-            slot.bucket.collect(slot, self._scale_in())
+        else:  # shown again when the backward, or the weight() block, ends
+            slot.bucket.collect(slot, 1.0 if self.weight is None else self.weight)
 
     def _scale_in(self) -> float:
         if self.weight is not None:
             return self.weight
         return 1.0 if self.reduction.divides else 1.0 / self.divisor
 
-    def _rescale(self, factor: float) -> None:
-        for bucket in self._set.buckets:
+    def _scale_late(self) -> float:
+        """As `_scale_in`, for gradients that are summed without the reduction, which may divide by itself."""
+        weight = 1.0 if self.weight is None else self.weight
+        return weight if self.weight is not None and not self.reduction.divides else weight / self.divisor
+
+    def _rescale(self, total_weight: float) -> None:
+        factor = (self.divisor if self.reduction.divides else 1.0) / total_weight if total_weight else 0.0
+        for bucket in self.set.buckets:
             bucket.flat.mul_(factor)
 
     def _wait(self, work: Work, what: str) -> None:
@@ -286,17 +298,18 @@ class Reducer:
 
     def _stamp_completed(self) -> None:
         """Note what has completed meanwhile: the proof of overlap, and where a transport may make progress."""
-        for index in self._set.newly_completed():
+        for index in self.set.newly_completed():
             self.trace.stamp(Moment.COMPLETED, self.reductions, index)
 
     def _send_words(self) -> None:
         quiet = self._shadowing or self._aborting
         words = Words(
             reduction=self.reductions,
-            unused=0 if quiet else sum(not slot.used for slot in self._set.slots),
-            late=sum(slot.late for slot in self._set.slots),
+            unused=0 if quiet else sum(not (slot.used or slot.asleep) for slot in self.set.slots),
+            late=sum(slot.late for slot in self.set.slots),
             mode=self._mode,
             weight=self._weight_sum,
+            micros=self._micros,
             aborted=self._aborting,
         )
         gathered = torch.empty(self.transport.size * WORD_COUNT, dtype=torch.int64)
@@ -313,58 +326,68 @@ class Reducer:
     def _learn_order(self) -> None:
         """Plan buckets in the order in which rank 0 saw gradients become ready, for the next step."""
         seen = set(self.ready_order)
-        rest = [index for index in self._set.layout.order if index not in seen]
+        rest = [index for index in self.set.layout.order if index not in seen]
         order = torch.tensor([*self.ready_order, *rest], dtype=torch.int64)
         self._wait(self.transport.broadcast(order, 0), "the order of gradients")
-        self._set.plan(order.tolist(), self.settings.caps)
+        self.set.plan(order.tolist(), self.settings.caps)
         self.order_learned = True
 
     # ---- what the replica calls
 
-    def before_forward(self, *, training: bool) -> None:
+    def before_forward(self, *, grads: bool, training: bool) -> None:
         """Forget a backward that failed, take up a new layout, and note that a step has begun."""
         with self._lock, torch.no_grad():
-            if self._asleep:
-                self._wake()
-            if autograd.task_id() == -1 and self._backward is not None:
+            if any(slot.asleep for slot in self.set.slots):
+                self._hooks.wake()
+            if self._failed():
                 self.abandon()
-            if self._backward is None:
-                self._set.move_to_plan(self.transport)
-            if training and self.sync_on and self.settings.overlap:
-                self.forwards_since_step += 1
-            elif training:
+            if grads and self._backward is None:
+                if not self.reductions:
+                    self._hooks.go_last()
+                if not self.settings.hold:
+                    self.set.follow_parameters(self.settings.caps, self.transport)
+                self.set.move_to_plan(self.transport)
+            if grads and self.sync_on and self.settings.overlap:
+                self.forwards_pending += training
+            elif grads:
                 self.window_open = True
 
     def watch_backward(self, output: torch.Tensor) -> None:
         """Have the backward that goes through `output` end with a reduction, also when its gradients all come from
-        nested backwards. Does nothing for `autograd.grad`, which delivers no gradients to parameters."""
+        nested backwards, or when it touches no parameter."""
+        if self._on_output_backward not in (output._backward_hooks or {}).values():  # a module may return its input
+            output.register_hook(self._on_output_backward)
 
-        def on_backward(_: torch.Tensor) -> None:
-            with self._lock:
-                if not self._asleep:
-                    self._enter(autograd.task_id())
+    def _on_output_backward(self, _: torch.Tensor) -> None:
+        with self._lock:
+            if not all(slot.asleep for slot in self.set.slots):
+                self._enter(autograd.task_id())
 
-        output.register_hook(on_backward)
+    def _failed(self) -> bool:
+        return self._backward is not None and self._backward.running() is None
 
     def reduce_now(self) -> None:
         """Reduce what has been accumulated so far, without another backward."""
         with self._lock, torch.no_grad():
-            if self._backward is not None and self._backward.running() is not None:
-                raise IllegalMove("sync_gradients() was called while a backward runs; call it after loss.backward()")
-            self._set.move_to_plan(self.transport)
+            if self._failed():
+                self.abandon()
+                return
+            if self._backward is not None:
+                raise IllegalMove("gradients cannot be reduced while a backward runs; do it after loss.backward()")
+            self.set.move_to_plan(self.transport)
             self._begin_reduction()
             self._finish()
 
     def shadow(self) -> None:
         """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
         with self._lock, torch.no_grad():
-            self._set.move_to_plan(self.transport)
+            self.set.move_to_plan(self.transport)
             self._begin_reduction()
             self._shadowing = True
-            for slot in self._set.slots:
+            for slot in self.set.slots:
                 slot.bucket.lend(slot)
                 slot.fired = True
-            for bucket in self._set.buckets:
+            for bucket in self.set.buckets:
                 bucket.move(BucketState.FULL)
             self._finish()
 
@@ -375,27 +398,68 @@ class Reducer:
         """
         with self._lock, torch.no_grad():
             backward, self._backward = self._backward, None
-            if backward is None or not (backward.delivered and backward.syncs):
+            if backward is None or not backward.syncs or not (backward.delivered or backward.adds):
                 self._reset()
                 return
+            if not backward.delivered:
+                self._begin_reduction()
+            for slot in self.set.slots:
+                slot.param.grad, slot.kept = (slot.param.grad, None) if slot.asleep else (None, None)
             self._aborting = True
             self._finish()
 
-    def take_gradients(self) -> None:
-        """Take what is in `param.grad` into the buckets, so that the dtype of the parameters may change."""
+    def hold_weighted(self) -> bool:
+        """Hold what earlier micros of this step have left, so that autograd does not add to it unweighted.
+
+        False when there is something that did not come from a weighted micro of this step.
+        """
         with self._lock, torch.no_grad():
-            for slot in self._set.slots:
-                if slot.param.grad is not None:
-                    slot.bucket.contribute_nothing_new(slot, self._scale_in())
+            slots = [slot for slot in self.set.slots if slot.param.grad is not None]
+            if self._mode is Mode.WEIGHTED and slots and all(slot.attached() or slot.meta.sparse for slot in slots):
+                for slot in slots:
+                    slot.bucket.take(slot)
+                return True
+            if any(bool(slot.param.grad.any()) for slot in slots if slot.param.grad is not None):
+                return False
+            for slot in slots:
+                slot.param.grad = None
+            if self._backward is None:
+                self._reset()  # what an earlier micro has left was thrown away by zero_grad()
+            return True
 
-    def unreduced(self) -> list[str]:
-        """Names of parameters whose gradients were not reduced since they were last added to."""
-        return [slot.meta.name for slot in self._set.slots if slot.dirty]
+    def show_weighted(self) -> None:
+        """The reverse of `hold_weighted`: show the weighted sums, so that zero_grad() can throw them away."""
+        for slot in self.set.slots:
+            slot.bucket.show(slot)
 
-    def join_with_zeros_if_others_wait(self) -> None:
-        """At an optimizer step: if the loss of this rank touched no parameter, the others wait for it. Join them."""
-        if self.sync_on and self.forwards_since_step and not self.reductions_since_step and not self.window_open:
-            self.reduce_now()
+    def unreduced(self, params: Container[int]) -> list[str]:
+        """Names of parameters, of those with these ids, whose gradients were not reduced since they were added to."""
+        by_hand = self._waited_for()  # then no gradient of this step came through a backward
+        return [
+            slot.meta.name
+            for slot in self.set.slots
+            if id(slot.param) in params
+            and (slot.dirty or (by_hand and not slot.attached()))
+            and (slot.held or _is_something(slot.param.grad))
+        ]
+
+    def others_wait(self) -> bool:
+        """Whether the loss of a training forward touched no parameter here, so that the others still wait."""
+        if self._failed():
+            self.abandon()
+        return self._waited_for() and not any(_is_something(slot.param.grad) for slot in self.set.slots)
+
+    def _waited_for(self) -> bool:
+        return self.sync_on and self.forwards_pending > 0 and self.reductions_since_step == 0
+
+    def stepped(self) -> None:
+        """An optimizer has stepped on these gradients."""
+        self.reductions_since_step = 0
+        self.forwards_pending = 0
+
+    @property
+    def in_backward(self) -> bool:
+        return self._backward is not None and not self._failed()
 
     def move_to(self, transport: Transport) -> None:
         """Go on over another transport; the order of gradients is learned anew by the new set of ranks."""
@@ -407,7 +471,7 @@ class Reducer:
     def relay_now(self) -> bool:
         """Take up the planned layout, if there is one and nothing is under way."""
         with self._lock, torch.no_grad():
-            return self._backward is None and self._set.move_to_plan(self.transport)
+            return self._backward is None and self.set.move_to_plan(self.transport)
 
     def set_static_graph(self) -> None:
         """Refuse graphs that differ from the first one seen."""
@@ -415,23 +479,13 @@ class Reducer:
 
     @property
     def layout(self) -> Layout:
-        return self._set.layout
+        return self.set.layout
 
     def close(self) -> None:
         """Remove every hook. The gradients stay where they are."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        sleeping = [other for other in self._others() if other._asleep]
-        if sleeping and not self._asleep:
-            sleeping[-1]._asleep = False
+        self._hooks.close()
 
-    def _wake(self) -> None:
-        """Of several replicas of one module only one reduces: the one that was made, or called, last."""
-        for other in self._others():
-            other._asleep = True
-        self._asleep = False
 
-    def _others(self) -> "list[Reducer]":
-        owners = autograd.hook_owners(self._set.slots[0].param)
-        return [owner for owner in owners if isinstance(owner, Reducer) and owner is not self]
+def _is_something(grad: torch.Tensor | None) -> bool:
+    """Whether there is a gradient other than the zeros of `zero_grad(set_to_none=False)`."""
+    return grad is not None and bool(grad.any() if grad.layout == torch.strided else grad._nnz())

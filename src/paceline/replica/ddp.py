@@ -1,5 +1,6 @@
 """The drop-in: torch's DistributedDataParallel, with paceline's reducer inside."""
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 
 from paceline.collectives.api import Transport
 from paceline.collectives.local import LocalTransport
 from paceline.collectives.reduction import Reduction
-from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.collectives.torch_dist import TorchDistTransport, transport_for_replica
 from paceline.errors import UsageError
 from paceline.layout import BucketCaps, Layout, ParamMeta, plan_layout
-from paceline.reducer.reducer import Reducer, ReducerSettings
+from paceline.reducer.reducer import Reducer
+from paceline.reducer.settings import ReducerSettings
 from paceline.replica import arguments, start_equal
 from paceline.replica.guard import StepGuard
 from paceline.replica.mixed_precision import NarrowParameters, cast_buffers, reduction_for
@@ -135,9 +138,20 @@ class DistributedDataParallel(TorchSurface):
         self._transport = LocalTransport() if alone else TorchDistTransport(self.process_group)
 
     def _check_same_model(self, init: str) -> None:
-        named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        ignored = self.parameters_to_ignore
+        named: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in self.module.named_parameters() if n not in ignored]
+        named += [(n, b) for n, b in self.module.named_buffers() if n not in ignored]
         s = self._settings
-        settings = {"init": init, "overlap": s.overlap, "unused": s.unused, "bucket sizes": s.caps.caps}
+        settings = {
+            "init": init,
+            "overlap": s.overlap,
+            "unused": s.unused,
+            "bucket sizes": s.caps.caps,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "skip_all_reduce_unused_params": s.skip_unused,
+            "mixed_precision": self.mixed_precision,
+            "reduction": type(self._reduction).__name__,
+        }
         start_equal.check_structure(start_equal.describe(named, settings), self._transport, s.timeout_s)
 
     def _manage(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
@@ -167,6 +181,9 @@ class DistributedDataParallel(TorchSurface):
         if self._use_python_reducer:
             self._build_for_compiled_autograd()
             return
+        if isinstance(self._transport, TorchDistTransport):
+            group, timeout_s = self._transport.group, self._settings.timeout_s
+            self._transport = transport_for_replica(group, self.device, timeout_s)
         managed = self._managed
         metas = [
             ParamMeta(name, tuple(p.shape), tuple(p.stride()), p.dtype, p.device, sparse)
@@ -174,7 +191,8 @@ class DistributedDataParallel(TorchSurface):
         ]
         layout = plan_layout(metas, self._first_order(), self._settings.caps)
         self._core = Reducer(managed.params, layout, self._transport, self._reduction, self._settings)
-        guard = StepGuard(self._core, {id(p) for p in managed.params}, refuses=self._guard_refuses)
+        ids = frozenset(id(p) for p in managed.params)
+        guard = StepGuard(self._core, self.module, ids, refuses=self._guard_refuses)
         self.reducer = TorchReducer(self._core)
         self._closing = weakref.finalize(self, _close, self._core, guard)
         self._narrow: NarrowParameters | None = None
@@ -183,6 +201,7 @@ class DistributedDataParallel(TorchSurface):
             self._narrow = NarrowParameters(self._module_parameters, config.param_dtype)
             self._core.reduction = reduction_for(config, managed.params)
             self._core.on_finished = self._narrow.widen
+            self._narrow.widen_before_state_is_read(self.module)
             cast_buffers(self.module, config.buffer_dtype, self.parameters_to_ignore)
 
     def _first_order(self) -> list[int]:
@@ -196,9 +215,14 @@ class DistributedDataParallel(TorchSurface):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._use_python_reducer:
             return self.module(*inputs, **kwargs)
+        if "torch._dynamo" in sys.modules:
+            return self._forward_outside_graphs(*inputs, **kwargs)
         return self._forward(*inputs, **kwargs)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    @_disable_dynamo(recursive=False)
+    def _forward_outside_graphs(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._forward(*inputs, **kwargs)
+
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -211,17 +235,18 @@ class DistributedDataParallel(TorchSurface):
         if not self._lazy_init_ran:
             self._lazy_init()
         core = self._core
-        core.before_forward(training=torch.is_grad_enabled())
+        core.before_forward(grads=torch.is_grad_enabled(), training=self.training)
         if torch.is_grad_enabled() and core.sync_on:
             self.logger.before_forward(core.trace)
         core.trace.stamp(Moment.FORWARD_BEGIN, core.reductions)
         self._count_active_ranks()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
+        core.sync_in_join = None
         if self._join_config.enable:
+            core.sync_in_join = self.require_backward_grad_sync
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self._narrow is not None:
-            core.take_gradients()
             self._narrow.narrow()
         return self._place_inputs(inputs, kwargs)
 
@@ -248,8 +273,10 @@ class DistributedDataParallel(TorchSurface):
         Needed after backward with `overlap=False`, and after backwards that ran inside `no_sync()`. Does nothing while
         synchronisation is switched off, or when everything is reduced already.
         """
-        if self.do_sync and (self._core.window_open or not self._settings.overlap):
-            self._core.reduce_now()
+        core = self._core
+        reduced = self._settings.overlap and core.reductions_since_step and not core.window_open
+        if core.sync_on and (not reduced or core.others_wait()):
+            core.reduce_now()
 
     # ---- when to reduce
 
@@ -305,19 +332,23 @@ class DistributedDataParallel(TorchSurface):
             >>> with model.weight(n_tokens):
             ...     loss.backward()
         """
-        if not weight >= 0 or weight == float("inf"):
-            raise UsageError(f"expected a weight of zero or more, such as a number of tokens, got {weight!r}")
         core = self._core
-        if stale := [n for n, p in zip(self._managed.names, self._managed.params, strict=True) if p.grad is not None]:
+        if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+            raise UsageError(f"expected a weight of zero or more, such as a number of tokens, got {weight!r}")
+        if any(p.dtype == torch.float16 for p in self._managed.params):
+            raise UsageError("weight() would overflow gradients in float16; keep the parameters in float32 or bfloat16")
+        if core.weight is None and not core.hold_weighted():
             raise UsageError(
-                f"weight() needs a step that starts from empty gradients, but {stale[0]} has one (and {len(stale) - 1} "
-                f"more); call optimizer.zero_grad() before the first micro, and put every micro inside weight()"
+                "weight() needs a step that starts from empty gradients, but some are there that no weighted micro has "
+                "left; call optimizer.zero_grad() before the first micro, and put every micro inside weight()"
             )
         before, core.weight = core.weight, float(weight)
         try:
             yield
         finally:
             core.weight = before
+            if before is None:
+                core.show_weighted()
 
     def join(
         self,

@@ -1,54 +1,88 @@
 """The step guard: no optimizer steps on gradients that were never reduced."""
 
+import logging
 import weakref
+from collections.abc import Container
 from typing import Any
 
+import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from paceline.errors import UnreducedGradients
 from paceline.reducer.reducer import Reducer
 
+logger = logging.getLogger("paceline")
+
 SHOWN = 5
+IN_BACKWARD = (
+    "an optimizer steps inside backward, before the gradients of this step are reduced, so the replicas would drift "
+    "apart; use torch.distributed.optim._apply_optimizer_in_backward, which waits for the reduction, or step after it"
+)
+JOINED = (
+    "the loss of rank %d touched no parameter, so it joined the reduction of this step only now, at optimizer.step(): "
+    "what was done to gradients before, such as clipping, was not done here. Call model.sync_gradients() after "
+    "backward to join earlier"
+)
 
 
 class StepGuard:
     """Looks at every optimizer step in the process, and acts on those that own parameters of one replica."""
 
-    def __init__(self, reducer: Reducer, params: set[int], *, refuses: bool) -> None:
+    def __init__(self, reducer: Reducer, module: nn.Module, managed: Container[int], *, refuses: bool) -> None:
         self._reducer = weakref.ref(reducer)
-        self._params = params
+        self._module = weakref.ref(module)
+        self._managed = managed
         self._refuses = refuses
-        self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
         self._handle.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        reducer = self._reducer()
-        if reducer is None or not self._owns_ours(optimizer):
+        reducer, module = self._reducer(), self._module()
+        if reducer is None or module is None:
             return
-        reducer.join_with_zeros_if_others_wait()
+        params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         if self._refuses and reducer.sync_on:
-            names = reducer.unreduced()
+            self._refuse_unmanaged(module, params)
+        if not any(param in self._managed for param in params):
+            return
+        if reducer.on_finished is not None:
+            reducer.on_finished()
+        if reducer.in_backward:
+            if not reducer.optimizes_in_backward:
+                raise UnreducedGradients(IN_BACKWARD)
+            return
+        if reducer.others_wait():
+            logger.warning(JOINED, reducer.transport.rank)
+            reducer.reduce_now()
+        if self._refuses and reducer.sync_on:
+            names = reducer.unreduced(params)
             if names:
                 raise UnreducedGradients(_message(names))
-        reducer.reductions_since_step = 0
-        reducer.forwards_since_step = 0
+        reducer.stepped()
 
-    def _owns_ours(self, optimizer: Optimizer) -> bool:
-        if optimizer in self._ours:
-            return True
-        if any(id(p) in self._params for group in optimizer.param_groups for p in group["params"]):
-            self._ours.add(optimizer)
-            return True
-        return False
+    def _refuse_unmanaged(self, module: nn.Module, params: dict[int, torch.Tensor]) -> None:
+        """Parameters that came, or were unfrozen, after wrapping: nobody reduces their gradients."""
+        unmanaged = [p for key, p in params.items() if key not in self._managed and p.grad is not None]
+        if unmanaged:
+            names = {id(p): name for name, p in module.named_parameters()}
+            found = [names[id(p)] for p in unmanaged if id(p) in names]
+            if found:
+                raise UnreducedGradients(
+                    f"{_listed(found)} became trainable, or took another parameter's place, after wrapping, so no one "
+                    f"reduces the gradients; wrap the module again after such a change, or pass guard=False"
+                )
 
 
 def _message(names: list[str]) -> str:
-    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
     return (
         f"the optimizer was about to step on gradients that were never reduced, so the replicas would drift apart: "
-        f"{shown}. Run the last backward of the step outside no_sync(), or call sync_gradients() before step(). "
-        f"To step on local gradients on purpose, step inside no_sync(), or pass guard=False."
+        f"{_listed(names)}. Run the last backward of the step outside no_sync(), or call sync_gradients() before "
+        f"step(). To step on local gradients on purpose, step inside no_sync(), or pass guard=False."
     )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

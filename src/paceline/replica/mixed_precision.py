@@ -35,6 +35,11 @@ class NarrowParameters:
                 if param.is_floating_point():
                     param.data = param.data.to(self._dtype)
 
+    def widen_before_state_is_read(self, module: nn.Module) -> None:
+        """A forward may have been without a backward: what is saved, or loaded over, is the wide parameters."""
+        module.register_state_dict_pre_hook(lambda *_: self.widen())
+        module.register_load_state_dict_pre_hook(lambda *_: self.widen())
+
     def widen(self) -> None:
         """After the last gradient, or when no backward will come."""
         if self._wide is not None:

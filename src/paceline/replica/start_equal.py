@@ -69,17 +69,21 @@ def _first_difference(described: Sequence[Described]) -> str:
         if len(ours) != len(theirs):
             extra = _only_in(ours, theirs) or _only_in(theirs, ours)
             return (
-                f"DDP expects same model across all ranks, but Rank 0 has {len(ours)} params, while rank {rank} has "
-                f"inconsistent {len(theirs)} params; the first that is not on both: {extra}. "
+                f"DDP expects same model across all ranks, but Rank 0 has {len(ours)} params and buffers, while rank "
+                f"{rank} has {len(theirs)}; the first that is not on both: {extra}. "
                 f"Build the model the same way on every rank"
             )
         for here, there in zip(ours, theirs, strict=True):
-            for what, a, b in zip(("name", "shape", "dtype", "strides", "requires_grad"), here, there, strict=True):
+            if here[0] != there[0]:
+                return (
+                    f"parameters or buffers are registered in a different order, or under different names: where rank "
+                    f"0 has {here[0]}, rank {rank} has {there[0]}; build the model the same way on every rank"
+                )
+            for what, a, b in zip(("shape", "dtype", "strides", "requires_grad"), here[1:], there[1:], strict=True):
                 if a != b:
                     return (
-                        f"params in this process differ between ranks: parameter {here[0]} has {what} {a} on rank 0 "
-                        f"and {b} on rank {rank} (verify the models are the same); build the model the same way, "
-                        f"with the same configuration, on every rank"
+                        f"ranks wrapped different models: {here[0]} has {what} {a} on rank 0 and {b} on rank {rank}; "
+                        f"build the model the same way, with the same configuration, on every rank"
                     )
     raise AssertionError("digests differ but descriptions do not")
 
@@ -138,7 +142,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     wide = torch.complex128 if a.is_complex() else torch.float64
-    return float((a.to(wide) - b.to(wide)).abs().max())
+    difference = (a.to(wide) - b.to(wide)).abs()
+    return float(difference.nan_to_num(nan=float("inf")).max())
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:

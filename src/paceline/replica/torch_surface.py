@@ -6,6 +6,7 @@ are, so that none runs by accident.
 """
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from paceline.collectives.api import Op, Transport
 from paceline.collectives.reduction import GradBucket, Reduction
 from paceline.collectives.wait import finish
 from paceline.errors import IllegalMove
-from paceline.reducer.reducer import Reducer, ReducerSettings
+from paceline.reducer.reducer import Reducer
+from paceline.reducer.settings import ReducerSettings
 from paceline.replica import arguments, start_equal
 from paceline.replica.join import ReplicaJoinHook
 from paceline.replica.logging_data import TorchLogger
@@ -48,7 +50,9 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     def _init_torch_attributes(self, module: nn.Module, check_reduction: bool, delayed: Iterable[Any]) -> None:
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delay_all_reduce_params = [param for _, param in delayed]
-        self._use_python_reducer = torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
+        # Importing dynamo takes a second; where it was not imported, no one can have chosen the mode.
+        dynamo = sys.modules.get("torch._dynamo")
+        self._use_python_reducer = dynamo is not None and dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
         self._python_reducer_syncs = True
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = start_equal.CHUNK_BYTES
@@ -155,6 +159,12 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; tell torch.compile, if it is there, so that it splits graphs at buckets."""
+        if "torch._dynamo" not in sys.modules:
+            return self.module(*inputs, **kwargs)
+        return super()._run_ddp_forward(*inputs, **kwargs)
 
     def _lazy_init(self) -> None:
         self._setup_in_backward_optimizers()
@@ -278,7 +288,7 @@ class TorchReducer:
         return self._core.relay_now()
 
     def prepare_for_forward(self) -> None:
-        self._core.before_forward(training=True)
+        self._core.before_forward(grads=True, training=True)
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         """torch must be told which outputs a reduced backward starts from; here parameters' own hooks tell."""

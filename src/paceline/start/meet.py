@@ -14,6 +14,7 @@ from typing import TypedDict
 
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
 
+from paceline.collectives.peers import StoreCall
 from paceline.errors import WorldError, WorldNotFormed
 from paceline.world import World
 
@@ -75,8 +76,13 @@ def _open_store(world: World, deadline: float, timeout_s: float) -> TCPStore:
         return _host_store(address, world.master_port, handshake)
     while True:
         _reach(world, address, deadline, timeout_s)
+        # On a thread: the constructor blocks, deaf to Ctrl-C, when something listens that does not answer.
+        opening = StoreCall(lambda _: TCPStore(address, world.master_port, timeout=handshake, wait_for_workers=False))
         try:
-            return TCPStore(address, world.master_port, timeout=handshake, wait_for_workers=False)
+            while not opening.wait(SLICE_S):
+                if time.monotonic() > deadline + GRACE_S:
+                    raise _unreachable(world, timeout_s, "something listens there, but does not answer as a store does")
+            return opening.result()
         except DistNetworkError as error:
             if time.monotonic() > deadline:
                 raise _unreachable(world, timeout_s, str(error)) from error

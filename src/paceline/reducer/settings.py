@@ -1,0 +1,18 @@
+"""What the user chose about reducing gradients."""
+
+from dataclasses import dataclass
+
+from paceline.layout import BucketCaps
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerSettings:
+    """What the user chose, equal on every rank."""
+
+    caps: BucketCaps
+    overlap: bool = True
+    unused: str = "zero"  # or "error"
+    static_graph: bool = False
+    timeout_s: float | None = None
+    skip_unused: bool = False  # the user vouches that ranks agree on unused parameters: leave out unused buckets
+    hold: bool = False  # never show unreduced gradients: their dtype is not the parameter's (mixed precision)

@@ -1,0 +1,61 @@
+"""The hooks on the parameters of one replica, and whose turn it is when replicas share a parameter."""
+
+from typing import Protocol
+
+import torch
+
+from paceline.reducer import autograd
+from paceline.reducer.bucket import GradSlot
+from paceline.reducer.buckets import BucketSet
+
+
+class Owner(Protocol):
+    """Whose method is hooked to the parameters."""
+
+    @property
+    def set(self) -> BucketSet: ...
+
+    def on_grad_ready(self, param: torch.Tensor) -> None: ...
+
+
+class ParamHooks:
+    """Of several replicas that hold a parameter one reduces it: the one that was made, or called, last."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._slots = owner.set.slots
+        self._handles = [slot.param.register_post_accumulate_grad_hook(owner.on_grad_ready) for slot in self._slots]
+        self.wake()
+
+    def wake(self) -> None:
+        """Take the parameters over from the other replicas that hold them."""
+        for slot in self._slots:
+            for other in self._others(slot):
+                other.asleep = True
+            slot.asleep = False
+
+    def go_last(self) -> None:
+        """Let the user's own hooks on a parameter run first, so that they see the gradient, and may change it."""
+        for index, slot in enumerate(self._slots):
+            if list(autograd.hook_owners(slot.param))[-1:] != [self._owner]:
+                self._handles[index].remove()
+                self._handles[index] = slot.param.register_post_accumulate_grad_hook(self._owner.on_grad_ready)
+
+    def close(self) -> None:
+        """Remove every hook, and leave shared parameters to the replica that was made last before this one."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for slot in self._slots:
+            others = self._others(slot)
+            if others and not slot.asleep:
+                others[-1].asleep = False
+
+    def _others(self, slot: GradSlot) -> list[GradSlot]:
+        """The places that other replicas have for the same parameter."""
+        owners = autograd.hook_owners(slot.param)
+        return [
+            owner.set.slot_of[id(slot.param)]
+            for owner in owners
+            if isinstance(owner, type(self._owner)) and owner is not self._owner
+        ]
