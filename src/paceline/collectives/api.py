@@ -90,6 +90,18 @@ class Transport(Protocol):
         """Fill `out` (size × part.numel(), same dtype) with the parts of all ranks, in rank order."""
         ...
 
+    def apart(self) -> "Transport":
+        """A transport over the same ranks whose collectives are not mixed up with those of this one.
+
+        Why every replica asks for one
+        ------------------------------
+        Transports pair the n-th collective of one rank with the n-th of another. The buckets of one replica are
+        launched in one order on all ranks. But those of two replicas in one backward interleave as gradients become
+        ready, and a parameter that only some ranks use makes its bucket ready at the end on the others: sums of
+        different models, in silence.
+        """
+        ...
+
     def close(self) -> None:
         """Give back what the transport holds. Idempotent."""
         ...

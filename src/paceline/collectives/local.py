@@ -41,6 +41,9 @@ class LocalTransport:
             out.view(-1).copy_(part.reshape(-1))
         return _DONE
 
+    def apart(self) -> "LocalTransport":
+        return self
+
     def close(self) -> None:
         pass
 

@@ -28,7 +28,7 @@ class ThreadWorld:
             raise UsageError(f"a world has at least one rank, got size={size}")
         self._size = size
         self._changed = threading.Condition()
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[_Place, _Round] = {}
         self._gone: dict[int, str] = {}
         self._waits: dict[int, str] = {}
         self._transports = [ThreadTransport(self, rank, size) for rank in range(size)]
@@ -49,7 +49,7 @@ class ThreadWorld:
             self._changed.notify_all()
 
     def _join(
-        self, number: int, rank: int, call: str, tensors: Sequence[torch.Tensor], compute: "_Compute"
+        self, number: "_Place", rank: int, call: str, tensors: Sequence[torch.Tensor], compute: "_Compute"
     ) -> "_Round":
         """Deposit a contribution. The last rank to come combines all of them.
 
@@ -85,6 +85,7 @@ class ThreadWorld:
         joined.over = True
 
 
+_Place = tuple[tuple[int, ...], int]  # which line of collectives, and the number in it
 _Compute = Callable[[list[Sequence[torch.Tensor]]], None]
 
 
@@ -102,10 +103,12 @@ class _Round:
 class ThreadTransport:
     """The transport of one rank of a `ThreadWorld`."""
 
-    def __init__(self, world: ThreadWorld, rank: int, size: int) -> None:
+    def __init__(self, world: ThreadWorld, rank: int, size: int, line: tuple[int, ...] = ()) -> None:
         self._world = world
         self._rank = rank
         self._size = size
+        self._line = line  # transports that are apart count their collectives apart
+        self._parts = 0
         self._started = 0
         self._watch = _ThreadWatch(world, rank)
 
@@ -154,19 +157,26 @@ class ThreadTransport:
 
         return self._start(describe("all_gather", part, ""), [out, part], compute)
 
+    def apart(self) -> "ThreadTransport":
+        self._parts += 1
+        return ThreadTransport(self._world, self._rank, self._size, line=(*self._line, self._parts))
+
     def close(self) -> None:
         """Take the rank out of the world."""
         self._world.leave(self._rank, "closed its transport")
 
     def _start(self, call: str, tensors: Sequence[torch.Tensor], compute: _Compute) -> Work:
-        number = self._started
+        number = (self._line, self._started)
         self._started += 1
-        return _ThreadWork(self._world, self._rank, call, self._world._join(number, self._rank, call, tensors, compute))
+        return _ThreadWork(
+            self._world, self._watch, self._rank, call, self._world._join(number, self._rank, call, tensors, compute)
+        )
 
 
 class _ThreadWork:
-    def __init__(self, world: ThreadWorld, rank: int, call: str, joined: _Round) -> None:
+    def __init__(self, world: ThreadWorld, watch: "_ThreadWatch", rank: int, call: str, joined: _Round) -> None:
         self._world = world
+        self._watch = watch
         self._rank = rank
         self._call = call
         self._round = joined
@@ -179,7 +189,7 @@ class _ThreadWork:
         deadline = time.monotonic() + seconds
         with world._changed:
             while not joined.over:
-                world.transport(self._rank)._watch.pending = joined
+                self._watch.pending = joined
                 for rank, why in world._gone.items():
                     if rank not in joined.calls:
                         raise PeerLost(

@@ -1,9 +1,6 @@
 """Any torch.distributed backend as a transport."""
 
-import ctypes
 import os
-import threading
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch.distributed.distributed_c10d import (
 from paceline.collectives import python_group
 from paceline.collectives.api import Op, Watch, Work, check_gather, check_reducible, check_root, describe
 from paceline.collectives.peers import StoreCall
+from paceline.collectives.torch_work import Pin, SlicedWork, StagedWork, StreamWork, current_device
 from paceline.collectives.wait import finish
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
@@ -37,7 +35,7 @@ class TorchDistTransport:
     """Collectives of a torch process group. Ranks are numbered within the group.
 
     A group with an abandoned collective (Ctrl-C, PeerAbsent, PeerLost) cannot be used again, but the process can exit
-    and the group can be destroyed at once: see `_Pin`.
+    and the group can be destroyed at once: see `Pin`.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, watch: StoreWatch | None = None) -> None:
@@ -47,7 +45,7 @@ class TorchDistTransport:
         self._rank = group.rank()
         self._size = group.size()
         self._is_python = type(group) is not dist.ProcessGroup
-        self._pin = _Pin(group)
+        self._pin = Pin(group)
         self._backends: dict[torch.device, str] = {}
         self._watch = watch if watch is not None else watch_of(group)
 
@@ -73,8 +71,8 @@ class TorchDistTransport:
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
         check_reducible(flat, op)
         if self._must_stage(flat):
-            staged = flat.to(_current_device())
-            return _StagedWork(self.all_reduce(staged, op), staged, flat)
+            staged = flat.to(current_device())
+            return StagedWork(self.all_reduce(staged, op), staged, flat)
         mean_after = op is Op.MEAN and self._backend(flat.device) != "nccl"
         native = _native(Op.SUM if mean_after else op)
         if self._is_python:
@@ -87,8 +85,8 @@ class TorchDistTransport:
     def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
         check_root(root, self._size)
         if self._must_stage(flat):
-            staged = flat.to(_current_device())
-            return _StagedWork(self.broadcast(staged, root), staged, flat)
+            staged = flat.to(current_device())
+            return StagedWork(self.broadcast(staged, root), staged, flat)
         if self._is_python:
             return python_group.broadcast(self._group, flat, root)
         options = BroadcastOptions()
@@ -99,12 +97,31 @@ class TorchDistTransport:
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
         check_gather(out, part, self._size)
         if self._must_stage(part):
-            staged = out.to(_current_device())
-            return _StagedWork(self.all_gather(staged, part.to(_current_device())), staged, out)
+            staged = out.to(current_device())
+            return StagedWork(self.all_gather(staged, part.to(current_device())), staged, out)
         if self._is_python:
             return python_group.all_gather(self._group, out, part)
         raw = self._group._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
         return self._begun(raw, describe("all_gather", part, ""), out, 1)
+
+    def apart(self) -> "TorchDistTransport":
+        """See `Transport.apart`. The first one to ask stays with the group itself; NCCL keeps one communicator."""
+        group, cpu = self._group, torch.device("cpu")
+        store = store_of(group)
+        if store is None or "gloo" not in str(dist.get_backend_config(group)):
+            return self
+        number = store.add(f"paceline/replicas/{self._rank}", 1)
+        if number == 1:
+            return self
+        watch = watch_of(group, line=f"replica {number}")
+        own_store = PrefixStore(f"paceline/replica {number}", store)
+        timeout = group._get_backend(cpu).options._timeout
+        # On a thread: the constructor blocks until every rank is there.
+        making = StoreCall(lambda _: dist.ProcessGroupGloo(own_store, self._rank, self._size, timeout))
+        finish(making, what=f"the forming of replica {number}'s own group", watch=watch)
+        own = dist.ProcessGroup(own_store, self._rank, self._size)
+        own._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, making.result())
+        return TorchDistTransport(own, watch=watch)
 
     def close(self) -> None:
         """The group belongs to whoever made it, so there is nothing to give back."""
@@ -126,36 +143,8 @@ class TorchDistTransport:
     def _begun(self, raw: Any, call: str, tensor: torch.Tensor, divide_by: int) -> Work:
         self._watch.began(call)
         if tensor.device.type != "cpu" and self._backend(tensor.device) != "gloo":
-            return _StreamWork(raw, tensor, divide_by)
-        return _SlicedWork(raw, tensor, divide_by, self._pin)
-
-
-def transport_for_replica(
-    group: dist.ProcessGroup, device: torch.device, timeout_s: float | None
-) -> TorchDistTransport:
-    """A transport whose collectives cannot be mixed up with those of another replica over the same group.
-
-    Why the second replica gets a group of its own
-    ----------------------------------------------
-    gloo pairs the n-th collective of one rank with the n-th of another. The buckets of one replica are launched in one
-    order on all ranks. But those of two replicas in one backward interleave as gradients become ready, and a parameter
-    that only some ranks use makes its bucket ready at the end on the others: sums of different models, in silence.
-    """
-    store, rank, size = store_of(group), group.rank(), group.size()
-    if store is None or device.type != "cpu" or "gloo" not in str(dist.get_backend_config(group)):
-        return TorchDistTransport(group)
-    number = store.add(f"paceline/replicas/{rank}", 1)
-    if number == 1:
-        return TorchDistTransport(group)
-    watch = watch_of(group, line=f"replica {number}")
-    own_store = PrefixStore(f"paceline/replica {number}", store)
-    timeout = group._get_backend(device).options._timeout
-    # On a thread: the constructor blocks until every rank is there.
-    making = StoreCall(lambda _: dist.ProcessGroupGloo(own_store, rank, size, timeout))
-    finish(making, what=f"the forming of replica {number}'s own group", watch=watch, timeout_s=timeout_s)
-    own = dist.ProcessGroup(own_store, rank, size)
-    own._register_backend(device, dist.ProcessGroup.BackendType.GLOO, making.result())
-    return TorchDistTransport(own, watch=watch)
+            return StreamWork(raw, tensor, divide_by)
+        return SlicedWork(raw, tensor, divide_by, self._pin)
 
 
 def watch_of(
@@ -200,136 +189,3 @@ def _native(op: Op) -> Any:
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-class _Pin:
-    """Keeps a process group from being destroyed while a collective of it is in flight.
-
-    Why a group must not be destroyed then
-    --------------------------------------
-    The destructor of ProcessGroupGloo joins its threads, and a thread whose peer never comes waits for the group's
-    timeout (30 minutes). It runs in `dist.destroy_process_group()` and when the interpreter clears its modules, so a
-    rank that was interrupted could not exit. Gloo's `abort` and `shutdown` do nothing about it (measured, torch 2.13).
-    A reference that nobody gives back skips the destructor: the kernel ends the threads with the process.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._flights = 0
-        self._lock = threading.Lock()
-
-    def hold(self) -> None:
-        with self._lock:
-            self._flights += 1
-            if self._flights == 1:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-
-    def release(self) -> None:
-        with self._lock:
-            self._flights -= 1
-            if self._flights == 0:
-                ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
-
-
-class _SlicedWork:
-    """A collective that host threads carry out, as gloo's do: it can be waited for in slices."""
-
-    def __init__(self, raw: Any, tensor: torch.Tensor, divide_by: int, pin: _Pin) -> None:
-        self._raw = raw
-        self._tensor = tensor
-        self._divide_by = divide_by
-        self._pin: _Pin | None = pin
-        self._complete = False
-        pin.hold()
-
-    def done(self) -> bool:
-        return self._complete or self._raw_done()
-
-    def wait(self, seconds: float) -> bool:
-        if self._complete:
-            return True
-        try:
-            waited = self._wait_raw(seconds)
-        except (RuntimeError, TimeoutError) as error:
-            if not self._raw_done():
-                if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
-                    return False
-                raise
-            # It failed, or it completed just after the slice: a second wait returns at once and tells which.
-            self._unpin()
-            self._raw.wait()
-        else:
-            if waited is False and not self._raw_done():
-                return False
-        self._unpin()
-        if self._divide_by > 1:
-            with torch.no_grad():
-                self._tensor.div_(self._divide_by)
-        self._complete = True
-        return True
-
-    def _wait_raw(self, seconds: float) -> object:
-        try:
-            return self._raw.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes 0 ms for "no limit"
-        except TypeError:  # a Work written in Python need not take a timeout
-            return self._raw.wait()
-
-    def _raw_done(self) -> bool:
-        try:
-            return bool(self._raw.is_completed())
-        except (AttributeError, NotImplementedError):  # nor be able to tell
-            return False
-
-    def _unpin(self) -> None:
-        if self._pin is not None:
-            self._pin.release()
-            self._pin = None
-
-    def __del__(self) -> None:
-        if getattr(self, "_pin", None) is not None and self._raw_done():
-            self._unpin()
-
-
-class _StreamWork:
-    """A collective on a device's stream, as NCCL's: waiting orders the current stream after it, not the host."""
-
-    def __init__(self, raw: Any, tensor: torch.Tensor, divide_by: int) -> None:
-        self._raw = raw
-        self._tensor = tensor
-        self._divide_by = divide_by
-        self._ordered = False
-
-    def done(self) -> bool:
-        return bool(self._raw.is_completed())
-
-    def wait(self, seconds: float) -> bool:
-        if not self._ordered:
-            self._raw.wait()  # with a timeout NCCL would block the host
-            if self._divide_by > 1:
-                with torch.no_grad():
-                    self._tensor.div_(self._divide_by)
-            self._ordered = True
-        return True
-
-
-class _StagedWork:
-    """A collective on a device copy of a host tensor: complete when the result is back in the host tensor."""
-
-    def __init__(self, work: Work, staged: torch.Tensor, home: torch.Tensor) -> None:
-        self._work = work
-        self._staged = staged
-        self._home = home
-        self._complete = False
-
-    def done(self) -> bool:
-        return self._complete or self._work.done()
-
-    def wait(self, seconds: float) -> bool:
-        if not self._complete and self._work.wait(seconds):
-            self._home.copy_(self._staged)
-            self._complete = True
-        return self._complete
-
-
-def _current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())

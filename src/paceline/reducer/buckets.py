@@ -43,8 +43,11 @@ class BucketSet:
 
     def leave_flying_memory(self, transport: Transport) -> None:
         """Give up memory that a transport may still write to: whoever waited for it was interrupted."""
-        if any(b.state is BucketState.FLYING and b.flight and not b.flight.work.done() for b in self.buckets):
+        if self.any_in_flight():
             self.lay(self.layout, transport)
+
+    def any_in_flight(self) -> bool:
+        return any(b.state is BucketState.FLYING and b.flight and not b.flight.work.done() for b in self.buckets)
 
     def newly_completed(self) -> list[int]:
         """The buckets that have completed since this was asked last, in order."""

@@ -37,7 +37,6 @@ class Backward:
     syncs: bool
     running: "weakref.ref[Callable[[], None]]"  # dead when the backward ended without its callback
     adds: bool | None  # whether it is a backward() and not an autograd.grad(), if that can be told
-    nested: bool = False  # a backward ran inside this one
     delivered: bool = False  # some parameter got a gradient
 
 
@@ -121,11 +120,11 @@ class Reducer:
             return None
 
     def _launch(self) -> None:
-        """Start every full bucket whose turn it is; after the last one, the words."""
+        """Start every full bucket whose turn it is."""
         last = self.set.last
         while self.set.next <= last and self.set.buckets[self.set.next].state is BucketState.FULL:
-            if self.set.next == last and self._backward is not None and self._backward.nested:
-                return  # the words go with the last bucket, and late gradients may still come
+            if self.reduction.chains and self.set.any_in_flight():
+                return  # the collectives of its callbacks and those of the next bucket have no order among them
             bucket = self.set.buckets[self.set.next]
             self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
             if self._aborting:  # zeros; and whatever reduces buckets may be what has failed
@@ -134,8 +133,6 @@ class Reducer:
                 bucket.flight = self.reduction(bucket.grad_bucket(last=self.set.next == last), self.transport)
             bucket.move(BucketState.FLYING)
             self.set.next += 1
-        if self.set.next > last and self._words is None and not self.reduction.chains:
-            self._send_words()
 
     def _finish(self) -> None:
         """The backward is over: complete what is missing, wait for everything in order, hand the gradients back.
@@ -155,8 +152,12 @@ class Reducer:
                         elif not slot.fired:
                             bucket.contribute_nothing_new(slot, self._scale_in())
                     bucket.move(BucketState.FULL)
+                    self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
             self._launch()
+            if not self.reduction.chains:
+                self._send_words()
             for bucket in self.set.buckets:
+                self._launch()
                 self._land(bucket)
             self.buckets_reduced = sum(not bucket.skipped for bucket in self.set.buckets)
             error = self._settle(self._receive_words())
@@ -171,6 +172,7 @@ class Reducer:
         self.trace.stamp(Moment.WAIT_ENTERED, self.reductions, index)
         if bucket.flight is not None:
             self._wait(bucket.flight.work, f"bucket {index} of backward {self.reductions}")
+            self._stamp_completed()
             bucket.put_result(bucket.flight.land())
         bucket.move(BucketState.LANDED)
         self.trace.stamp(Moment.WAIT_LEFT, self.reductions, index)
@@ -222,8 +224,7 @@ class Reducer:
             if current.task == task:
                 return current
             if current.running() is not None:
-                current.nested = True
-                return current
+                return current  # nested in it
             self.abandon()
         self.set.move_to_plan(self.transport)
         syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap
@@ -281,7 +282,7 @@ class Reducer:
     def _scale_in(self) -> float:
         if self.weight is not None:
             return self.weight
-        return 1.0 if self.reduction.divides else 1.0 / self.divisor
+        return 1.0 if self.reduction.divides or self._mode is Mode.WEIGHTED else 1.0 / self.divisor
 
     def _scale_late(self) -> float:
         """As `_scale_in`, for gradients that are summed without the reduction, which may divide by itself."""
@@ -408,24 +409,24 @@ class Reducer:
             self._aborting = True
             self._finish()
 
-    def hold_weighted(self) -> bool:
+    def hold_weighted(self) -> str | None:
         """Hold what earlier micros of this step have left, so that autograd does not add to it unweighted.
 
-        False when there is something that did not come from a weighted micro of this step.
+        Returns the name of a parameter whose gradient did not come from a weighted micro of this step, if there is one.
         """
         with self._lock, torch.no_grad():
             slots = [slot for slot in self.set.slots if slot.param.grad is not None]
             if self._mode is Mode.WEIGHTED and slots and all(slot.attached() or slot.meta.sparse for slot in slots):
                 for slot in slots:
                     slot.bucket.take(slot)
-                return True
-            if any(bool(slot.param.grad.any()) for slot in slots if slot.param.grad is not None):
-                return False
+                return None
+            if stale := [slot.meta.name for slot in slots if _is_something(slot.param.grad)]:
+                return stale[0]
             for slot in slots:
                 slot.param.grad = None
             if self._backward is None:
                 self._reset()  # what an earlier micro has left was thrown away by zero_grad()
-            return True
+            return None
 
     def show_weighted(self) -> None:
         """The reverse of `hold_weighted`: show the weighted sums, so that zero_grad() can throw them away."""
@@ -447,7 +448,9 @@ class Reducer:
         """Whether the loss of a training forward touched no parameter here, so that the others still wait."""
         if self._failed():
             self.abandon()
-        return self._waited_for() and not any(_is_something(slot.param.grad) for slot in self.set.slots)
+        return self._waited_for() and not any(
+            not slot.dirty and _is_something(slot.param.grad) for slot in self.set.slots
+        )
 
     def _waited_for(self) -> bool:
         return self.sync_on and self.forwards_pending > 0 and self.reductions_since_step == 0

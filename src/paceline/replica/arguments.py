@@ -25,7 +25,7 @@ class Managed:
     sparse: tuple[bool, ...]
 
 
-def check_choices(*, init: str, unused: str, timeout: float | None, transport: Any) -> None:
+def check_choices(*, init: str, unused: str, timeout: float | None, transport: Any, reduction: Any) -> None:
     """Refuse values that no code path could mean."""
     for name, value, accepted in (("init", init, INIT_MODES), ("unused", unused, UNUSED_MODES)):
         if value not in accepted:
@@ -33,6 +33,13 @@ def check_choices(*, init: str, unused: str, timeout: float | None, transport: A
     if isinstance(transport, str) and transport not in TRANSPORTS:
         accepted_names = ", ".join(map(repr, TRANSPORTS))
         raise UsageError(f"transport={transport!r} is not known; accepted: {accepted_names}, or a Transport object")
+    if not isinstance(transport, str) and not callable(getattr(transport, "all_reduce", None)):
+        raise UsageError(f"transport={transport!r} is not a Transport; expected a name, or an object with its methods")
+    if reduction is not None and not (callable(reduction) and hasattr(reduction, "divides")):
+        raise UsageError(
+            f"reduction={reduction!r} is not a Reduction; expected a value such as paceline.strategies.reduction.Mean() "
+            f"or Wire(torch.bfloat16), or None for the mean"
+        )
     if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
         raise UsageError(f"timeout={timeout!r} is not a time; expected seconds above zero, or None")
 
@@ -97,6 +104,10 @@ def choose_group(process_group: Any, device_mesh: Any) -> Any:
     if process_group is not None:
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
             raise UsageError("this rank is not a member of the process_group it was given; build the model on members")
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise UsageError(
+                f"process_group={process_group!r} is not a process group, such as dist.new_group() returns"
+            )
         return process_group
     if not dist.is_initialized():
         raise UsageError(
@@ -123,3 +134,16 @@ def choose_devices(
         return None, None
     first = torch._utils._get_device_index(device_ids[0], True)
     return [first], torch._utils._get_device_index(first if output_device is None else output_device, True)
+
+
+def weight_of(weight: Any, params: Sequence[torch.Tensor]) -> float:
+    """A number of tokens, or the like, as a float."""
+    try:
+        tokens = float(weight)
+    except (TypeError, ValueError):
+        tokens = math.nan
+    if isinstance(weight, str) or not 0 <= tokens < math.inf:
+        raise UsageError(f"expected a weight of zero or more, such as a number of tokens, got {weight!r}")
+    if any(p.dtype == torch.float16 for p in params):
+        raise UsageError("weight() would overflow gradients in float16; keep the parameters in float32 or bfloat16")
+    return tokens

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from paceline.collectives.api import Transport
 from paceline.collectives.local import LocalTransport
 from paceline.collectives.reduction import Reduction
-from paceline.collectives.torch_dist import TorchDistTransport, transport_for_replica
+from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import UsageError
 from paceline.layout import BucketCaps, Layout, ParamMeta, plan_layout
 from paceline.reducer.reducer import Reducer
@@ -82,7 +82,7 @@ class DistributedDataParallel(TorchSurface):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         arguments.check_module(module)
-        arguments.check_choices(init=init, unused=unused, timeout=timeout, transport=transport)
+        arguments.check_choices(init=init, unused=unused, timeout=timeout, transport=transport, reduction=reduction)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise UsageError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
@@ -125,6 +125,7 @@ class DistributedDataParallel(TorchSurface):
             self.process_group = process_group
             self._transport = transport
             return
+        self._transport_choice = transport
         self.process_group = arguments.choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -181,9 +182,7 @@ class DistributedDataParallel(TorchSurface):
         if self._use_python_reducer:
             self._build_for_compiled_autograd()
             return
-        if isinstance(self._transport, TorchDistTransport):
-            group, timeout_s = self._transport.group, self._settings.timeout_s
-            self._transport = transport_for_replica(group, self.device, timeout_s)
+        self._transport = self._transport.apart()
         managed = self._managed
         metas = [
             ParamMeta(name, tuple(p.shape), tuple(p.stride()), p.dtype, p.device, sparse)
@@ -322,7 +321,7 @@ class DistributedDataParallel(TorchSurface):
             self.require_backward_grad_sync = before
 
     @contextmanager
-    def weight(self, weight: float) -> Iterator[None]:
+    def weight(self, weight: float | torch.Tensor) -> Iterator[None]:
         """Weigh the backwards inside: gradients become the exact mean over all tokens of all ranks and micros.
 
         Give the number of tokens (or samples) that the loss is a mean over. All micros of a step, on all ranks, must
@@ -333,16 +332,13 @@ class DistributedDataParallel(TorchSurface):
             ...     loss.backward()
         """
         core = self._core
-        if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
-            raise UsageError(f"expected a weight of zero or more, such as a number of tokens, got {weight!r}")
-        if any(p.dtype == torch.float16 for p in self._managed.params):
-            raise UsageError("weight() would overflow gradients in float16; keep the parameters in float32 or bfloat16")
-        if core.weight is None and not core.hold_weighted():
+        tokens = arguments.weight_of(weight, self._managed.params)
+        if core.weight is None and (stale := core.hold_weighted()) is not None:
             raise UsageError(
-                "weight() needs a step that starts from empty gradients, but some are there that no weighted micro has "
-                "left; call optimizer.zero_grad() before the first micro, and put every micro inside weight()"
+                f"weight() needs a step that starts from empty gradients, but {stale} has one that no weighted micro "
+                f"has left; call optimizer.zero_grad() before the first micro, and put every micro inside weight()"
             )
-        before, core.weight = core.weight, float(weight)
+        before, core.weight = core.weight, tokens
         try:
             yield
         finally:

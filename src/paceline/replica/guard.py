@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from paceline.errors import UnreducedGradients
 from paceline.reducer.reducer import Reducer
@@ -34,14 +34,18 @@ class StepGuard:
         self._module = weakref.ref(module)
         self._managed = managed
         self._refuses = refuses
+        self._closed = False
+        _remove_closed_guards()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
-        self._handle.remove()
+        """Look no more. The hook itself is removed when the next guard is made: a replica may be collected while some
+        optimizer steps, which is when torch walks through the hooks."""
+        self._closed = True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         reducer, module = self._reducer(), self._module()
-        if reducer is None or module is None:
+        if reducer is None or module is None or self._closed:
             return
         params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         if self._refuses and reducer.sync_on:
@@ -74,6 +78,13 @@ class StepGuard:
                     f"{_listed(found)} became trainable, or took another parameter's place, after wrapping, so no one "
                     f"reduces the gradients; wrap the module again after such a change, or pass guard=False"
                 )
+
+
+def _remove_closed_guards() -> None:
+    for hook in list(_global_optimizer_pre_hooks.values()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, StepGuard) and owner._closed:
+            owner._handle.remove()
 
 
 def _message(names: list[str]) -> str:

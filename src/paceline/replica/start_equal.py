@@ -6,6 +6,7 @@ the process when ranks offer different sizes. Whatever differs is then an error 
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ def verify_values(named: Sequence[tuple[str, torch.Tensor]], transport: Transpor
         for index, a, b in zip(indices, flat.split(sizes), theirs.split(sizes), strict=True):
             if not _same(a, b):
                 first, differing = min(first, index), differing + 1
-                largest = max(largest, _largest_difference(a, b))
+                largest = _worst([largest, _largest_difference(a, b)])
     mine = torch.tensor([float(first), largest, float(differing)], dtype=torch.float64)
     every = torch.empty(transport.size * 3, dtype=torch.float64)
     _wait(transport.all_gather(every, mine), "the comparison of parameters", transport, timeout_s)
@@ -129,10 +130,14 @@ def verify_values(named: Sequence[tuple[str, torch.Tensor]], transport: Transpor
         raise ReplicasDiffer(
             f'replicas must start equal (init="verify"), but rank{"s" if len(ranks) > 1 else ""} {listed} {verb} from '
             f"rank 0: the first parameter that differs is {name}, the largest difference is "
-            f"{max(row[1] for row in rows):g}, {int(max(row[2] for row in rows))} of {len(named)} tensors differ. "
+            f"{_worst([row[1] for row in rows]):g}, {int(max(row[2] for row in rows))} of {len(named)} tensors differ. "
             f'Either set the same seed before building the model, or pass init="broadcast" to start from rank 0\'s '
             f"values"
         )
+
+
+def _worst(differences: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -142,8 +147,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     wide = torch.complex128 if a.is_complex() else torch.float64
-    difference = (a.to(wide) - b.to(wide)).abs()
-    return float(difference.nan_to_num(nan=float("inf")).max())
+    return float((a.to(wide) - b.to(wide)).abs().max())  # NaN if there is one
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:

@@ -38,6 +38,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         _core: Reducer
         logger: TorchLogger
         static_graph: bool
+        _transport_choice: str
         _transport: Transport
         _settings: ReducerSettings
         _reduction: Reduction
@@ -128,7 +129,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         nn.Module.__setstate__(self, state)
         self.__dict__.pop("broadcast_buffers", None)
         self.logger = TorchLogger()
-        self._join_world("auto", None, None)
+        self._join_world(self._transport_choice, None, None)
         self._manage(self.device_ids, self.output_device)
         self._build()
         if self.static_graph:
@@ -190,8 +191,8 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         """Go on in another group; the next reduction learns the order of gradients again."""
         self._core.abandon()
         if new_process_group != dist.GroupMember.NON_GROUP_MEMBER:
-            self._transport.close()
             self._join_world("auto", new_process_group, None)
+            self._transport = self._transport.apart()
             self._core.move_to(self._transport)
 
     def _remove_autograd_hooks(self) -> None:

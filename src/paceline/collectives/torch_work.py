@@ -1,0 +1,144 @@
+"""The work objects of torch.distributed as ours: waited for in slices, or on a stream, or on a device copy."""
+
+import ctypes
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.api import Work
+
+
+class Pin:
+    """Keeps a process group from being destroyed while a collective of it is in flight.
+
+    Why a group must not be destroyed then
+    --------------------------------------
+    The destructor of ProcessGroupGloo joins its threads, and a thread whose peer never comes waits for the group's
+    timeout (30 minutes). It runs in `dist.destroy_process_group()` and when the interpreter clears its modules, so a
+    rank that was interrupted could not exit. Gloo's `abort` and `shutdown` do nothing about it (measured, torch 2.13).
+    A reference that nobody gives back skips the destructor: the kernel ends the threads with the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._flights = 0
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        with self._lock:
+            self._flights += 1
+            if self._flights == 1:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def release(self) -> None:
+        with self._lock:
+            self._flights -= 1
+            if self._flights == 0:
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
+
+
+class SlicedWork:
+    """A collective that host threads carry out, as gloo's do: it can be waited for in slices."""
+
+    def __init__(self, raw: Any, tensor: torch.Tensor, divide_by: int, pin: Pin) -> None:
+        self._raw = raw
+        self._tensor = tensor
+        self._divide_by = divide_by
+        self._pin: Pin | None = pin
+        self._complete = False
+        pin.hold()
+
+    def done(self) -> bool:
+        return self._complete or self._raw_done()
+
+    def wait(self, seconds: float) -> bool:
+        if self._complete:
+            return True
+        try:
+            waited = self._wait_raw(seconds)
+        except (RuntimeError, TimeoutError) as error:
+            if not self._raw_done():
+                if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
+                    return False
+                raise
+            # It failed, or it completed just after the slice: a second wait returns at once and tells which.
+            self._unpin()
+            self._raw.wait()
+        else:
+            if waited is False and not self._raw_done():
+                return False
+        self._unpin()
+        if self._divide_by > 1:
+            with torch.no_grad():
+                self._tensor.div_(self._divide_by)
+        self._complete = True
+        return True
+
+    def _wait_raw(self, seconds: float) -> object:
+        try:
+            return self._raw.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes 0 ms for "no limit"
+        except TypeError:  # a Work written in Python need not take a timeout
+            return self._raw.wait()
+
+    def _raw_done(self) -> bool:
+        try:
+            return bool(self._raw.is_completed())
+        except (AttributeError, NotImplementedError):  # nor be able to tell
+            return False
+
+    def _unpin(self) -> None:
+        if self._pin is not None:
+            self._pin.release()
+            self._pin = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_pin", None) is not None and self._raw_done():
+            self._unpin()
+
+
+class StreamWork:
+    """A collective on a device's stream, as NCCL's: waiting orders the current stream after it, not the host."""
+
+    def __init__(self, raw: Any, tensor: torch.Tensor, divide_by: int) -> None:
+        self._raw = raw
+        self._tensor = tensor
+        self._divide_by = divide_by
+        self._ordered = False
+
+    def done(self) -> bool:
+        return bool(self._raw.is_completed())
+
+    def wait(self, seconds: float) -> bool:
+        if not self._ordered:
+            self._raw.wait()  # with a timeout NCCL would block the host
+            if self._divide_by > 1:
+                with torch.no_grad():
+                    self._tensor.div_(self._divide_by)
+            self._ordered = True
+        return True
+
+
+class StagedWork:
+    """A collective on a device copy of a host tensor: complete when the result is back in the host tensor."""
+
+    def __init__(self, work: Work, staged: torch.Tensor, home: torch.Tensor) -> None:
+        self._work = work
+        self._staged = staged
+        self._home = home
+        self._complete = False
+
+    def done(self) -> bool:
+        return self._complete or self._work.done()
+
+    def wait(self, seconds: float) -> bool:
+        if not self._complete and self._work.wait(seconds):
+            self._home.copy_(self._staged)
+            self._complete = True
+        return self._complete
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
