@@ -42,6 +42,10 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+# Set by pytest for every test, and by torch when it first imports its compiler.
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+
 @dataclass(frozen=True)
 class Belongings:
     """What this process holds that a test must give back."""
@@ -54,7 +58,7 @@ class Belongings:
 
     @classmethod
     def now(cls) -> "Belongings":
-        environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        environment = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
         threads = {thread for thread in threading.enumerate() if thread.is_alive()}
         shared_memory = {entry.name for entry in Path("/dev/shm").iterdir()}
         return cls(environment, threads, _children(), _descriptors(), shared_memory)
@@ -143,6 +147,7 @@ def leak_police(request: pytest.FixtureRequest, lazy_pipe: list[str]) -> Iterato
         gc.collect()
         leaks = _leaks(before, pool, lazy_pipe)
     if group or leaks:
-        os.environ.clear()
+        for name in set(os.environ) - NOT_OURS:
+            del os.environ[name]
         os.environ.update(before.environment)
         pytest.fail("the test left behind:\n  " + "\n  ".join(group + leaks), pytrace=False)

@@ -97,7 +97,9 @@ class Reducer:
             slot = self.set.slot_of[id(param)]
             if slot.asleep or param.grad is None:  # None: autograd delivered an undefined gradient
                 return None
+            grad = param.grad
             backward = self._enter(autograd.task_id())
+            param.grad = grad  # dropped if the backward before this one had failed
             if not backward.delivered:
                 self._begin(backward)
             bucket = slot.bucket

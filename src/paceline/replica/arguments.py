@@ -37,8 +37,8 @@ def check_choices(*, init: str, unused: str, timeout: float | None, transport: A
         raise UsageError(f"transport={transport!r} is not a Transport; expected a name, or an object with its methods")
     if reduction is not None and not (callable(reduction) and hasattr(reduction, "divides")):
         raise UsageError(
-            f"reduction={reduction!r} is not a Reduction; expected a value such as paceline.strategies.reduction.Mean() "
-            f"or Wire(torch.bfloat16), or None for the mean"
+            f"reduction={reduction!r} is not a Reduction; expected a value of paceline.strategies.reduction such as "
+            f"Wire(torch.bfloat16), or None for the mean"
         )
     if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
         raise UsageError(f"timeout={timeout!r} is not a time; expected seconds above zero, or None")
@@ -105,9 +105,7 @@ def choose_group(process_group: Any, device_mesh: Any) -> Any:
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
             raise UsageError("this rank is not a member of the process_group it was given; build the model on members")
         if not isinstance(process_group, dist.ProcessGroup):
-            raise UsageError(
-                f"process_group={process_group!r} is not a process group, such as dist.new_group() returns"
-            )
+            raise UsageError(f"expected a process group, such as dist.new_group() returns, got {process_group!r}")
         return process_group
     if not dist.is_initialized():
         raise UsageError(
