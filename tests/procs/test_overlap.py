@@ -23,6 +23,9 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def apart(self) -> "Recording":
+        return self
+
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
         work = self._inner.all_reduce(flat, op)
         self.works.append(work)
