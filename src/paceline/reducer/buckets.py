@@ -49,15 +49,16 @@ class BucketSet:
     def any_in_flight(self) -> bool:
         return any(b.state is BucketState.FLYING and b.flight and not b.flight.work.done() for b in self.buckets)
 
-    def newly_completed(self) -> list[int]:
-        """The buckets that have completed since this was asked last, in order."""
-        first = self._seen_complete
-        while self._seen_complete < self.next:
-            flight = self.buckets[self._seen_complete].flight
-            if flight is None or not flight.work.done():
-                break
-            self._seen_complete += 1
-        return list(range(first, self._seen_complete))
+    def newly_completed(self) -> int | None:
+        """The next bucket in order that has completed and was not told of yet."""
+        index = self._seen_complete
+        if index >= self.next:
+            return None
+        flight = self.buckets[index].flight
+        if flight is not None and not flight.work.done():
+            return None
+        self._seen_complete += 1
+        return index
 
     def follow_parameters(self, caps: BucketCaps, transport: Transport) -> None:
         """Lay out anew if the module was converted after wrapping, as by `module.double()`."""

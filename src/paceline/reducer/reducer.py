@@ -95,12 +95,12 @@ class Reducer:
                 return self.on_grad_ready(param)
         with self._lock:
             slot = self.set.slot_of[id(param)]
-            if slot.asleep or param.grad is None:  # None: autograd delivered an undefined gradient
-                return None
             grad = param.grad
+            if slot.asleep or grad is None:  # None: autograd delivered an undefined gradient
+                return None
             backward = self._enter(autograd.task_id())
-            param.grad = grad  # dropped if the backward before this one had failed
             if not backward.delivered:
+                param.grad = grad  # dropped if the backward before this one had failed
                 self._begin(backward)
             bucket = slot.bucket
             slot.used = slot.dirty = True
@@ -301,7 +301,7 @@ class Reducer:
 
     def _stamp_completed(self) -> None:
         """Note what has completed meanwhile: the proof of overlap, and where a transport may make progress."""
-        for index in self.set.newly_completed():
+        while (index := self.set.newly_completed()) is not None:
             self.trace.stamp(Moment.COMPLETED, self.reductions, index)
 
     def _send_words(self) -> None:
