@@ -38,14 +38,21 @@ class TorchDistTransport:
     and the group can be destroyed at once: see `Pin`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, watch: StoreWatch | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        watch: StoreWatch | None = None,
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
         if not isinstance(group, dist.ProcessGroup):
             raise UsageError(f"expected a process group that this rank is a member of, got {group!r}")
         self._group = group
+        self._host_group = host_group or group  # moves tensors in host memory
         self._rank = group.rank()
         self._size = group.size()
         self._is_python = type(group) is not dist.ProcessGroup
-        self._pin = Pin(group)
+        self._pin = Pin(self._host_group)
         self._backends: dict[torch.device, str] = {}
         self._watch = watch if watch is not None else watch_of(group)
 
@@ -79,7 +86,7 @@ class TorchDistTransport:
             return python_group.all_reduce(self._group, flat, native)
         options = AllreduceOptions()
         options.reduceOp = native
-        raw = self._group.allreduce([_real(flat)], options)
+        raw = self._group_for(flat).allreduce([_real(flat)], options)
         return self._begun(raw, describe("all_reduce", flat, op.value), flat, self._size if mean_after else 1)
 
     def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
@@ -91,7 +98,7 @@ class TorchDistTransport:
             return python_group.broadcast(self._group, flat, root)
         options = BroadcastOptions()
         options.rootRank = root
-        raw = self._group.broadcast([_real(flat)], options)
+        raw = self._group_for(flat).broadcast([_real(flat)], options)
         return self._begun(raw, describe("broadcast", flat, f"root={root}"), flat, 1)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
@@ -101,7 +108,7 @@ class TorchDistTransport:
             return StagedWork(self.all_gather(staged, part.to(current_device())), staged, out)
         if self._is_python:
             return python_group.all_gather(self._group, out, part)
-        raw = self._group._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
+        raw = self._group_for(part)._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
         return self._begun(raw, describe("all_gather", part, ""), out, 1)
 
     def apart(self) -> "TorchDistTransport":
@@ -121,10 +128,13 @@ class TorchDistTransport:
         finish(making, what=f"the forming of replica {number}'s own group", watch=watch)
         own = dist.ProcessGroup(own_store, self._rank, self._size)
         own._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, making.result())
-        return TorchDistTransport(own, watch=watch)
+        return TorchDistTransport(group, watch=watch, host_group=own)
 
     def close(self) -> None:
         """The group belongs to whoever made it, so there is nothing to give back."""
+
+    def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        return self._host_group if tensor.device.type == "cpu" else self._group
 
     def _must_stage(self, tensor: torch.Tensor) -> bool:
         """Whether a host tensor meets a group that only moves device memory, as one formed with "nccl" alone does."""
