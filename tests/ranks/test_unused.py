@@ -142,7 +142,7 @@ class Counting:
         self._inner = inner
         self._calls = calls
 
-    def apart(self) -> "Counting":
+    def apart(self, timeout_s: float | None = None) -> "Counting":
         return Counting(self._inner.apart(), self._calls)
 
     def __getattr__(self, name: str) -> Any:

@@ -90,8 +90,8 @@ class Transport(Protocol):
         """Fill `out` (size × part.numel(), same dtype) with the parts of all ranks, in rank order."""
         ...
 
-    def apart(self) -> "Transport":
-        """A transport over the same ranks whose collectives are not mixed up with those of this one.
+    def apart(self, timeout_s: float | None = None) -> "Transport":
+        """A transport over the same ranks whose collectives are not mixed up with those of this one. All ranks ask.
 
         Why every replica asks for one
         ------------------------------

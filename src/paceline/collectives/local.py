@@ -41,7 +41,7 @@ class LocalTransport:
             out.view(-1).copy_(part.reshape(-1))
         return _DONE
 
-    def apart(self) -> "LocalTransport":
+    def apart(self, timeout_s: float | None = None) -> "LocalTransport":
         return self
 
     def close(self) -> None:

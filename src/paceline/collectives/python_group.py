@@ -11,14 +11,15 @@ from paceline.collectives.api import Work
 from paceline.collectives.wait import FutureWork
 
 
-def all_reduce(group: dist.ProcessGroup, flat: torch.Tensor, op: Any) -> Work:
+def all_reduce(group: dist.ProcessGroup, flat: torch.Tensor, op: Any, divide_by: int) -> Work:
     options = AllreduceOptions()
     options.reduceOp = op
     raw = group.allreduce([flat], options)
     try:
-        return FutureWork(raw.get_future())
+        work: Work = FutureWork(raw.get_future())
     except RuntimeError:  # a work object need not have a future
-        return _PythonWork(raw)
+        work = _PythonWork(raw)
+    return work if divide_by == 1 else _DividedWork(work, flat, divide_by)
 
 
 def broadcast(group: dist.ProcessGroup, flat: torch.Tensor, root: int) -> Work:
@@ -56,3 +57,23 @@ class _PythonWork:
             if "not implemented" not in str(error):
                 raise
             return FutureWork(self._raw.get_future()).wait(seconds)  # a work made from a future takes no timeout
+
+
+class _DividedWork:
+    """A sum that is divided once it is complete."""
+
+    def __init__(self, work: Work, flat: torch.Tensor, divide_by: int) -> None:
+        self._work = work
+        self._flat = flat
+        self._divide_by = divide_by
+        self._complete = False
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def wait(self, seconds: float) -> bool:
+        if not self._complete and self._work.wait(seconds):
+            with torch.no_grad():
+                self._flat.div_(self._divide_by)
+            self._complete = True
+        return self._complete

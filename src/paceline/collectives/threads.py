@@ -157,7 +157,7 @@ class ThreadTransport:
 
         return self._start(describe("all_gather", part, ""), [out, part], compute)
 
-    def apart(self) -> "ThreadTransport":
+    def apart(self, timeout_s: float | None = None) -> "ThreadTransport":
         self._parts += 1
         return ThreadTransport(self._world, self._rank, self._size, line=(*self._line, self._parts))
 

@@ -83,7 +83,7 @@ class TorchDistTransport:
         mean_after = op is Op.MEAN and self._backend(flat.device) != "nccl"
         native = _native(Op.SUM if mean_after else op)
         if self._is_python:
-            return python_group.all_reduce(self._group, flat, native)
+            return python_group.all_reduce(self._group, flat, native, self._size if mean_after else 1)
         options = AllreduceOptions()
         options.reduceOp = native
         raw = self._group_for(flat).allreduce([_real(flat)], options)
@@ -111,7 +111,7 @@ class TorchDistTransport:
         raw = self._group_for(part)._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
         return self._begun(raw, describe("all_gather", part, ""), out, 1)
 
-    def apart(self) -> "TorchDistTransport":
+    def apart(self, timeout_s: float | None = None) -> "TorchDistTransport":
         """See `Transport.apart`. The first one to ask stays with the group itself; NCCL keeps one communicator."""
         group, cpu = self._group, torch.device("cpu")
         store = store_of(group)
@@ -125,7 +125,7 @@ class TorchDistTransport:
         timeout = group._get_backend(cpu).options._timeout
         # On a thread: the constructor blocks until every rank is there.
         making = StoreCall(lambda _: dist.ProcessGroupGloo(own_store, self._rank, self._size, timeout))
-        finish(making, what=f"the forming of replica {number}'s own group", watch=watch)
+        finish(making, what=f"the forming of replica {number}'s own group", watch=watch, timeout_s=timeout_s)
         own = dist.ProcessGroup(own_store, self._rank, self._size)
         own._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, making.result())
         return TorchDistTransport(group, watch=watch, host_group=own)

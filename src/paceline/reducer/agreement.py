@@ -15,12 +15,12 @@ import torch
 
 from paceline.collectives.api import Transport
 from paceline.collectives.wait import finish
-from paceline.errors import BackwardAborted, CollectiveMismatch, UnusedParameters
+from paceline.errors import BackwardAborted, CollectiveMismatch, GraphChanged, UnusedParameters
 from paceline.reducer.bucket import GradSlot
 
 logger = logging.getLogger("paceline")
 
-WORD_COUNT = 8
+WORD_COUNT = 16
 
 
 class Mode(Enum):
@@ -45,6 +45,8 @@ class Words:
     mode: Mode  # plain and weighted backwards must not meet
     weight: float  # sum of the weights of this rank's micros
     micros: int = 0  # backwards since the last reduction
+    ready: int = 0  # gradients that came through a backward
+    graph_changed: bool = False  # though it was declared static
     aborted: bool = False  # the backward ended with an exception on this rank
 
     def encode(self) -> torch.Tensor:
@@ -56,6 +58,8 @@ class Words:
             self.mode.value,
             weight_bits,
             self.micros,
+            self.ready,
+            int(self.graph_changed),
             int(self.aborted),
         ]
         return torch.tensor(values + [0] * (WORD_COUNT - len(values)), dtype=torch.int64)
@@ -63,7 +67,7 @@ class Words:
     @classmethod
     def decode(cls, row: Sequence[int]) -> "Words":
         (weight,) = struct.unpack("<d", struct.pack("<q", row[4]))
-        return cls(row[0], row[1], row[2], Mode(row[3]), weight, row[5], bool(row[6]))
+        return cls(row[0], row[1], row[2], Mode(row[3]), weight, row[5], row[6], bool(row[7]), bool(row[8]))
 
 
 def decode_all(gathered: torch.Tensor) -> list[Words]:
@@ -108,6 +112,15 @@ def aborted_error(words: Sequence[Words]) -> BackwardAborted:
     )
 
 
+def graph_error(words: Sequence[Words]) -> GraphChanged:
+    """What the ranks whose own graph is unchanged are told."""
+    listed = ", ".join(str(rank) for rank, row in enumerate(words) if row.graph_changed)
+    return GraphChanged(
+        f"Your training graph has changed in this iteration on rank {listed}, which is not compatible with "
+        f"static_graph=True; see that rank's own error for the parameters"
+    )
+
+
 def _by_rank(values: Sequence[object]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
@@ -128,8 +141,9 @@ def reduce_late(slots: Sequence[GradSlot], transport: Transport, scale: float, t
     for slot, flag in zip(slots, flags.tolist(), strict=True):
         if not flag:
             continue
-        grad = slot.param.grad
-        extra = torch.zeros_like(slot.view) if grad is None else grad * scale
+        grad, extra = slot.param.grad, torch.zeros_like(slot.view)  # equal dtype on all ranks, whatever the gradient's
+        if grad is not None:
+            extra = extra + grad * scale if slot.meta.sparse else extra.add_(grad, alpha=scale)
         what = f"the late gradient of {slot.meta.name}"
         finish(transport.all_reduce(extra), what=what, watch=transport.watch, timeout_s=timeout_s)
         slot.param.grad = None

@@ -178,7 +178,8 @@ class Bucket:
         """Complete a slot that got no gradient in this backward: with what was there before, else with zeros."""
         grad = slot.param.grad
         if grad is not None:
-            slot.kept = grad.clone() if slot.attached() else grad
+            if not slot.used:
+                slot.kept = grad.clone() if slot.attached() else grad
             self.collect(slot, scale)
         elif not slot.held:
             self.zero(slot)
@@ -263,3 +264,8 @@ def _no_rows(meta: ParamMeta) -> torch.Tensor:
     indices = torch.empty((1, 0), dtype=torch.int64, device=meta.device)
     values = torch.empty((0, *meta.shape[1:]), dtype=meta.dtype, device=meta.device)
     return torch.sparse_coo_tensor(indices, values, meta.shape, check_invariants=False)
+
+
+def is_something(grad: torch.Tensor | None) -> bool:
+    """Whether there is a gradient other than the zeros of `zero_grad(set_to_none=False)`."""
+    return grad is not None and bool(grad.any() if grad.layout == torch.strided else grad._nnz())

@@ -7,7 +7,7 @@ import torch
 
 from paceline.collectives.api import Transport
 from paceline.layout import BucketCaps, Layout, plan_layout
-from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+from paceline.reducer.bucket import Bucket, BucketState, GradSlot, is_something
 
 
 class BucketSet:
@@ -46,6 +46,32 @@ class BucketSet:
         if self.any_in_flight():
             self.lay(self.layout, transport)
 
+    def forget_thrown_away(self) -> None:
+        """Forget what earlier micros did to parameters whose gradients zero_grad() has thrown away since."""
+        for slot in self.slots:
+            if slot.param.grad is None and not slot.held:
+                slot.used = slot.dirty = False
+
+    def hold_all(self) -> bool:
+        """Hold every gradient that is visible. False, and nothing is done, if there is none, or one not of ours."""
+        slots = [slot for slot in self.slots if slot.param.grad is not None]
+        if not slots or not all(slot.attached() or slot.meta.sparse for slot in slots):
+            return False
+        for slot in slots:
+            slot.bucket.take(slot)
+        return True
+
+    def show_all(self) -> None:
+        for slot in self.slots:
+            slot.bucket.show(slot)
+
+    def first_with_gradient(self) -> str | None:
+        return next((slot.meta.name for slot in self.slots if is_something(slot.param.grad)), None)
+
+    def drop_gradients(self) -> None:
+        for slot in self.slots:
+            slot.param.grad = None
+
     def any_in_flight(self) -> bool:
         return any(b.state is BucketState.FLYING and b.flight and not b.flight.work.done() for b in self.buckets)
 
@@ -62,8 +88,7 @@ class BucketSet:
 
     def follow_parameters(self, caps: BucketCaps, transport: Transport) -> None:
         """Lay out anew if the module was converted after wrapping, as by `module.double()`."""
-        first = self.slots[0]
-        if first.param.dtype == first.meta.dtype and first.param.device == first.meta.device:
+        if all(slot.param.dtype == slot.meta.dtype for slot in self.slots):
             return
         for slot in self.slots:
             slot.meta = replace(

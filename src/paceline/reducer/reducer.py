@@ -15,17 +15,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.collectives.api import Transport, Work
-from paceline.collectives.reduction import Flight, Reduction
+from paceline.collectives.reduction import Reduction
 from paceline.collectives.wait import FutureWork, finish
-from paceline.errors import IllegalMove
+from paceline.errors import GraphChanged, IllegalMove
 from paceline.layout import Layout
 from paceline.reducer import agreement, autograd
 from paceline.reducer.agreement import WORD_COUNT, Mode, Words
-from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+from paceline.reducer.bucket import Bucket, BucketState, GradSlot, is_something
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.graph import GraphMemory
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.sharing import ParamHooks
+from paceline.reducer.weighting import Weighting
 from paceline.trace import Moment, Trace
 
 
@@ -59,7 +60,7 @@ class Reducer:
         self.sync_on = True  # no_sync() and disable_grad_sync()
         self.sync_in_join: bool | None = None  # inside join() the forward decides, because it has told the others
         self.divisor: float = transport.size  # join() may lower it to the ranks that still have data
-        self.weight: float | None = None  # inside weight(n): n
+        self.weighting = Weighting()
         self.optimizes_in_backward = False
         self.after_backward: list[torch.futures.Future[object]] = []  # buffer hooks to wait for
         self.on_finished: Callable[[], None] | None = None  # restores parameters under mixed precision
@@ -77,11 +78,10 @@ class Reducer:
 
         self._lock = threading.RLock()  # a module on several devices has a backward thread for each
         self._backward: Backward | None = None
-        self._micros = 0
-        self._mode = Mode.NOTHING
-        self._weight_sum = 0.0
         self._shadowing = False
         self._aborting = False
+        self._broken = False  # the reduction itself raised, so it is not known what the other ranks were sent
+        self._graph_error: GraphChanged | None = None
         self._words: tuple[Work, torch.Tensor] | None = None
         self.set = BucketSet(params, layout, transport)
         self._hooks = ParamHooks(self)
@@ -119,6 +119,8 @@ class Reducer:
                         self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
                         self._launch()
                 self._stamp_completed()
+                if self.reduction.chains:
+                    self._launch()
             return None
 
     def _launch(self) -> None:
@@ -128,12 +130,12 @@ class Reducer:
             if self.reduction.chains and self.set.any_in_flight():
                 return  # the collectives of its callbacks and those of the next bucket have no order among them
             bucket = self.set.buckets[self.set.next]
-            self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
-            if self._aborting:  # zeros; and whatever reduces buckets may be what has failed
-                bucket.flight = Flight(self.transport.all_reduce(bucket.flat))
-            elif not bucket.skipped:
-                bucket.flight = self.reduction(bucket.grad_bucket(last=self.set.next == last), self.transport)
             bucket.move(BucketState.FLYING)
+            self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
+            if not bucket.skipped:
+                self._broken = True  # until the reduction has returned
+                bucket.flight = self.reduction(bucket.grad_bucket(last=self.set.next == last), self.transport)
+                self._broken = False
             self.set.next += 1
 
     def _finish(self) -> None:
@@ -188,9 +190,12 @@ class Reducer:
         if self.on_finished is not None:
             self.on_finished()
         if any(row.aborted for row in words):
+            for slot in slots:
+                slot.param.grad = None if slot.late else slot.param.grad
             return None if self._aborting else agreement.aborted_error(words)
         if any(row.late for row in words):
-            agreement.reduce_late(slots, self.transport, self._scale_late(), timeout_s)
+            scale = self.weighting.of_late(divides=self.reduction.divides, divisor=self.divisor)
+            agreement.reduce_late(slots, self.transport, scale, timeout_s)
         if any(row.mode is Mode.WEIGHTED for row in words):
             self._rescale(sum(row.weight for row in words))
         self.uses = None
@@ -199,18 +204,22 @@ class Reducer:
             self.uses = agreement.count_uses(slots, self.transport, timeout_s)
             if self.settings.unused == "error":
                 error = agreement.unused_error(slots, self.transport, timeout_s)
-        if not self.optimizes_in_backward:
-            for slot in slots:
-                used_somewhere = self.uses is None or self.uses[slot.index] > 0
-                if not slot.asleep:
-                    slot.bucket.hand_back(slot, touched=used_somewhere and not self._shadowing)
-        if not self.order_learned:
+        self._hand_back()
+        if not self.order_learned and words[0].ready:
             self._learn_order()
         self.reductions_since_step += 1
         self._wait_for_buffer_hooks()
-        if self._shadowing:
-            return None
-        return error or self.graph.compare(slots, static=self.settings.static_graph)
+        if any(row.graph_changed for row in words):
+            error = error or self._graph_error or agreement.graph_error(words)
+        return error
+
+    def _hand_back(self) -> None:
+        if self.optimizes_in_backward:
+            return
+        for slot in self.set.slots:
+            used_somewhere = self.uses is None or self.uses[slot.index] > 0
+            if not slot.asleep:
+                slot.bucket.hand_back(slot, touched=used_somewhere and not self._shadowing)
 
     def _wait_for_buffer_hooks(self) -> None:
         for future in self.after_backward:
@@ -237,9 +246,9 @@ class Reducer:
     def _begin(self, backward: Backward) -> None:
         """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""
         backward.delivered = True
-        self._micros += 1
-        self._mode = self._mode.and_then(Mode.PLAIN if self.weight is None else Mode.WEIGHTED)
-        self._weight_sum += self.weight or 0.0
+        if self.weighting.micros:
+            self.set.forget_thrown_away()
+        self.weighting.note_backward()
         if backward.syncs:
             self._begin_reduction()
         else:
@@ -256,8 +265,7 @@ class Reducer:
                 self._finish()
             elif self.on_finished is not None and backward.delivered:
                 self.on_finished()
-                for slot in self.set.slots:
-                    slot.bucket.show(slot)
+                self.set.show_all()
             self._backward = None
 
     def _begin_reduction(self) -> None:
@@ -269,30 +277,23 @@ class Reducer:
         self.set.leave_flying_memory(self.transport)
         self.set.rearm()
         self._words = None
-        self._micros = 0
-        self._mode = Mode.NOTHING
-        self._weight_sum = 0.0
+        self.weighting.reset()
         self.forwards_pending = 0
-        self._shadowing = self._aborting = self.window_open = False
+        self._graph_error = None
+        self._shadowing = self._aborting = self._broken = self.window_open = False
 
     def _keep_for_later(self, slot: GradSlot) -> None:
-        if self.weight is None and not self.settings.hold:
+        weight = self.weighting.current
+        if weight is None and not self.settings.hold:
             slot.bucket.stash(slot)
         else:  # shown again when the backward, or the weight() block, ends
-            slot.bucket.collect(slot, 1.0 if self.weight is None else self.weight)
+            slot.bucket.collect(slot, 1.0 if weight is None else weight)
 
     def _scale_in(self) -> float:
-        if self.weight is not None:
-            return self.weight
-        return 1.0 if self.reduction.divides or self._mode is Mode.WEIGHTED else 1.0 / self.divisor
-
-    def _scale_late(self) -> float:
-        """As `_scale_in`, for gradients that are summed without the reduction, which may divide by itself."""
-        weight = 1.0 if self.weight is None else self.weight
-        return weight if self.weight is not None and not self.reduction.divides else weight / self.divisor
+        return self.weighting.on_the_way_in(divides=self.reduction.divides, divisor=self.divisor)
 
     def _rescale(self, total_weight: float) -> None:
-        factor = (self.divisor if self.reduction.divides else 1.0) / total_weight if total_weight else 0.0
+        factor = Weighting.on_the_way_out(total_weight, divides=self.reduction.divides, divisor=self.divisor)
         for bucket in self.set.buckets:
             bucket.flat.mul_(factor)
 
@@ -306,13 +307,17 @@ class Reducer:
 
     def _send_words(self) -> None:
         quiet = self._shadowing or self._aborting
+        if not quiet:
+            self._graph_error = self.graph.compare(self.set.slots, static=self.settings.static_graph)
         words = Words(
             reduction=self.reductions,
             unused=0 if quiet else sum(not (slot.used or slot.asleep) for slot in self.set.slots),
             late=sum(slot.late for slot in self.set.slots),
-            mode=self._mode,
-            weight=self._weight_sum,
-            micros=self._micros,
+            mode=self.weighting.mode,
+            weight=self.weighting.total,
+            micros=self.weighting.micros,
+            ready=len(self.ready_order),
+            graph_changed=self._graph_error is not None,
             aborted=self._aborting,
         )
         gathered = torch.empty(self.transport.size * WORD_COUNT, dtype=torch.int64)
@@ -374,7 +379,7 @@ class Reducer:
         with self._lock, torch.no_grad():
             if self._failed():
                 self.abandon()
-                return
+                raise IllegalMove("the last backward ended with an exception, so there are no gradients to reduce")
             if self._backward is not None:
                 raise IllegalMove("gradients cannot be reduced while a backward runs; do it after loss.backward()")
             self.set.move_to_plan(self.transport)
@@ -395,13 +400,16 @@ class Reducer:
             self._finish()
 
     def abandon(self) -> None:
-        """Forget a backward that ended with an exception: drop its gradients and be ready for the next one.
+        """Forget a backward that ended with an exception, and be ready for the next one.
 
-        If its reduction had begun, the other ranks wait for the rest of it. It is completed, and they are told.
+        If it was to be reduced, the other ranks wait for it: its reduction is completed, without gradients, and they
+        are told. What earlier backwards have accumulated stays, if this one was only to add to it.
         """
         with self._lock, torch.no_grad():
             backward, self._backward = self._backward, None
             if backward is None or not backward.syncs or not (backward.delivered or backward.adds):
+                return
+            if self._broken:  # no collective of ours would fit what the others do; the watch names us to them
                 self._reset()
                 return
             if not backward.delivered:
@@ -417,23 +425,19 @@ class Reducer:
         Returns the name of a parameter whose gradient did not come from a weighted micro of this step, if there is one.
         """
         with self._lock, torch.no_grad():
-            slots = [slot for slot in self.set.slots if slot.param.grad is not None]
-            if self._mode is Mode.WEIGHTED and slots and all(slot.attached() or slot.meta.sparse for slot in slots):
-                for slot in slots:
-                    slot.bucket.take(slot)
+            if self._failed():
+                self.abandon()
+            if self.weighting.mode is Mode.WEIGHTED and self.set.hold_all():
                 return None
-            if stale := [slot.meta.name for slot in slots if _is_something(slot.param.grad)]:
-                return stale[0]
-            for slot in slots:
-                slot.param.grad = None
-            if self._backward is None:
+            stale = self.set.first_with_gradient()
+            if stale is None and self._backward is None:
+                self.set.drop_gradients()
                 self._reset()  # what an earlier micro has left was thrown away by zero_grad()
-            return None
+            return stale
 
     def show_weighted(self) -> None:
         """The reverse of `hold_weighted`: show the weighted sums, so that zero_grad() can throw them away."""
-        for slot in self.set.slots:
-            slot.bucket.show(slot)
+        self.set.show_all()
 
     def unreduced(self, params: Container[int]) -> list[str]:
         """Names of parameters, of those with these ids, whose gradients were not reduced since they were added to."""
@@ -443,7 +447,7 @@ class Reducer:
             for slot in self.set.slots
             if id(slot.param) in params
             and (slot.dirty or (by_hand and not slot.attached()))
-            and (slot.held or _is_something(slot.param.grad))
+            and (slot.held or is_something(slot.param.grad))
         ]
 
     def others_wait(self) -> bool:
@@ -451,7 +455,7 @@ class Reducer:
         if self._failed():
             self.abandon()
         return self._waited_for() and not any(
-            not slot.dirty and _is_something(slot.param.grad) for slot in self.set.slots
+            not slot.dirty and is_something(slot.param.grad) for slot in self.set.slots
         )
 
     def _waited_for(self) -> bool:
@@ -489,8 +493,3 @@ class Reducer:
     def close(self) -> None:
         """Remove every hook. The gradients stay where they are."""
         self._hooks.close()
-
-
-def _is_something(grad: torch.Tensor | None) -> bool:
-    """Whether there is a gradient other than the zeros of `zero_grad(set_to_none=False)`."""
-    return grad is not None and bool(grad.any() if grad.layout == torch.strided else grad._nnz())

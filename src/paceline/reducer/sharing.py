@@ -32,6 +32,8 @@ class ParamHooks:
         for slot in self._slots:
             for other in self._others(slot):
                 other.asleep = True
+                if other.attached():  # its bucket goes on being used, for other parameters
+                    slot.param.grad = other.view.clone()
             slot.asleep = False
 
     def go_last(self) -> None:

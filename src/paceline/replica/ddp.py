@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -83,6 +84,8 @@ class DistributedDataParallel(TorchSurface):
         Joinable.__init__(self)
         arguments.check_module(module)
         arguments.check_choices(init=init, unused=unused, timeout=timeout, transport=transport, reduction=reduction)
+        if mixed_precision is not None and reduction is not None:
+            raise UsageError("mixed_precision says in which dtype gradients are reduced; pass no reduction= beside it")
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise UsageError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
@@ -114,6 +117,8 @@ class DistributedDataParallel(TorchSurface):
         self._manage(device_ids, output_device)
         if init_sync:
             self._start_equal(init, init_sync_buffers)
+        # Not for copies: a rank may make one for itself.
+        self._transport = self._transport.apart(timeout)
         self._build()
         if static_graph:
             self._set_static_graph()
@@ -151,7 +156,7 @@ class DistributedDataParallel(TorchSurface):
             "forward_sync_buffers": self.forward_sync_buffers,
             "skip_all_reduce_unused_params": s.skip_unused,
             "mixed_precision": self.mixed_precision,
-            "reduction": type(self._reduction).__name__,
+            "reduction": repr(self._reduction) if is_dataclass(self._reduction) else type(self._reduction).__name__,
         }
         start_equal.check_structure(start_equal.describe(named, settings), self._transport, s.timeout_s)
 
@@ -182,7 +187,6 @@ class DistributedDataParallel(TorchSurface):
         if self._use_python_reducer:
             self._build_for_compiled_autograd()
             return
-        self._transport = self._transport.apart()
         managed = self._managed
         metas = [
             ParamMeta(name, tuple(p.shape), tuple(p.stride()), p.dtype, p.device, sparse)
@@ -191,7 +195,8 @@ class DistributedDataParallel(TorchSurface):
         layout = plan_layout(metas, self._first_order(), self._settings.caps)
         self._core = Reducer(managed.params, layout, self._transport, self._reduction, self._settings)
         ids = frozenset(id(p) for p in managed.params)
-        guard = StepGuard(self._core, self.module, ids, refuses=self._guard_refuses)
+        ignored = frozenset(self.parameters_to_ignore)
+        guard = StepGuard(self._core, self.module, ids, ignored, refuses=self._guard_refuses)
         self.reducer = TorchReducer(self._core)
         self._closing = weakref.finalize(self, _close, self._core, guard)
         self._narrow: NarrowParameters | None = None
@@ -200,7 +205,8 @@ class DistributedDataParallel(TorchSurface):
             self._narrow = NarrowParameters(self._module_parameters, config.param_dtype)
             self._core.reduction = reduction_for(config, managed.params)
             self._core.on_finished = self._narrow.widen
-            self._narrow.widen_before_state_is_read(self.module)
+            hooks = self._narrow.widen_before_state_is_read(self.module)
+            weakref.finalize(self, _remove, hooks)
             cast_buffers(self.module, config.buffer_dtype, self.parameters_to_ignore)
 
     def _first_order(self) -> list[int]:
@@ -225,7 +231,12 @@ class DistributedDataParallel(TorchSurface):
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            output = self._run_ddp_forward(*inputs, **kwargs)
+            try:
+                output = self._run_ddp_forward(*inputs, **kwargs)
+            except BaseException:
+                if self._narrow is not None:
+                    self._narrow.widen()
+                raise
             return self._post_forward(output)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -270,7 +281,7 @@ class DistributedDataParallel(TorchSurface):
         """Reduce what has been accumulated, without another forward.
 
         Needed after backward with `overlap=False`, and after backwards that ran inside `no_sync()`. Does nothing while
-        synchronisation is switched off, or when everything is reduced already.
+        synchronisation is switched off, nor with `overlap=True` when everything is reduced already.
         """
         core = self._core
         reduced = self._settings.overlap and core.reductions_since_step and not core.window_open
@@ -333,16 +344,17 @@ class DistributedDataParallel(TorchSurface):
         """
         core = self._core
         tokens = arguments.weight_of(weight, self._managed.params)
-        if core.weight is None and (stale := core.hold_weighted()) is not None:
+        weighting = core.weighting
+        if weighting.current is None and (stale := core.hold_weighted()) is not None:
             raise UsageError(
                 f"weight() needs a step that starts from empty gradients, but {stale} has one that no weighted micro "
                 f"has left; call optimizer.zero_grad() before the first micro, and put every micro inside weight()"
             )
-        before, core.weight = core.weight, tokens
+        before, weighting.current = weighting.current, tokens
         try:
             yield
         finally:
-            core.weight = before
+            weighting.current = before
             if before is None:
                 core.show_weighted()
 
@@ -374,3 +386,8 @@ class DistributedDataParallel(TorchSurface):
 def _close(core: Reducer, guard: StepGuard) -> None:
     guard.close()
     core.close()
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

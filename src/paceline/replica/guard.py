@@ -29,10 +29,19 @@ JOINED = (
 class StepGuard:
     """Looks at every optimizer step in the process, and acts on those that own parameters of one replica."""
 
-    def __init__(self, reducer: Reducer, module: nn.Module, managed: Container[int], *, refuses: bool) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        module: nn.Module,
+        managed: Container[int],
+        ignored: Container[str],
+        *,
+        refuses: bool,
+    ) -> None:
         self._reducer = weakref.ref(reducer)
         self._module = weakref.ref(module)
         self._managed = managed
+        self._ignored = ignored
         self._refuses = refuses
         self._closed = False
         _remove_closed_guards()
@@ -71,7 +80,7 @@ class StepGuard:
         """Parameters that came, or were unfrozen, after wrapping: nobody reduces their gradients."""
         unmanaged = [p for key, p in params.items() if key not in self._managed and p.grad is not None]
         if unmanaged:
-            names = {id(p): name for name, p in module.named_parameters()}
+            names = {id(p): name for name, p in module.named_parameters() if name not in self._ignored}
             found = [names[id(p)] for p in unmanaged if id(p) in names]
             if found:
                 raise UnreducedGradients(

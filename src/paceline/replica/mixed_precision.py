@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.reduction import Reduction
 from paceline.strategies.reduction import Mean, Wire
@@ -35,10 +36,15 @@ class NarrowParameters:
                 if param.is_floating_point():
                     param.data = param.data.to(self._dtype)
 
-    def widen_before_state_is_read(self, module: nn.Module) -> None:
+    def widen_before_state_is_read(self, module: nn.Module) -> list[RemovableHandle]:
         """A forward may have been without a backward: what is saved, or loaded over, is the wide parameters."""
-        module.register_state_dict_pre_hook(lambda *_: self.widen())
-        module.register_load_state_dict_pre_hook(lambda *_: self.widen())
+        return [
+            module.register_state_dict_pre_hook(self._before_state),
+            module.register_load_state_dict_pre_hook(self._before_state),
+        ]
+
+    def _before_state(self, *_: Any) -> None:
+        self.widen()
 
     def widen(self) -> None:
         """After the last gradient, or when no backward will come."""

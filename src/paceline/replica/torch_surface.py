@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 
 from paceline.collectives.api import Op, Transport
 from paceline.collectives.reduction import GradBucket, Reduction
-from paceline.collectives.wait import finish
+from paceline.collectives.wait import FutureWork, finish
 from paceline.errors import IllegalMove
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.settings import ReducerSettings
@@ -244,7 +244,9 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         work = Join.notify_join_context(self)
         self._core.divisor = self._transport.size
         if work is not None and not self._divide_by_initial_world_size:
-            (active,) = work.get_future().wait()
+            future = work.get_future()
+            self._finish(FutureWork(future), "the count of ranks that have data")
+            (active,) = future.value()
             self._core.divisor = float(active.item())
 
     def _place_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
