@@ -13,19 +13,20 @@ from torch import nn
 import paceline
 from paceline.trace import Moment, Stamp
 
-STEPS = 200
+STEPS = 150
 BATCH = 64  # over all ranks
 
 
 def main() -> None:
     world = paceline.init()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10)).to(
-        world.device
-    )
+    layers: list[nn.Module] = [nn.Linear(64, 512), nn.GELU()]
+    for _ in range(4):
+        layers += [nn.Linear(512, 512), nn.GELU()]
+    net = nn.Sequential(*layers, nn.Linear(512, 10)).to(world.device)
     reference = copy.deepcopy(net)
-    model = paceline.DistributedDataParallel(net, bucket_cap_mb=0.25)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = paceline.DistributedDataParallel(net, bucket_cap_mb=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
 
     teacher = torch.randn(64, 10, generator=torch.Generator().manual_seed(1))
     data = torch.Generator().manual_seed(2)
@@ -68,7 +69,7 @@ def report(world: paceline.World, model: paceline.DistributedDataParallel, diffe
     print(f"gradients against one process with the whole batch: largest difference {difference:.1e}")
     print(f"replicas after {STEPS} steps: {'equal' if len(set(digests)) == 1 else f'DIFFERENT {digests}'}")
     print(f"buckets: {len(model.layout.buckets)}, reduced while backward still ran: {hidden(model.trace.stamps())}")
-    print("\nNext: open this file, or put your own model in the place of `net`.")
+    print("\nNext: open examples/first_run.py, and put your own model in the place of `net`.")
 
 
 def hidden(stamps: list[Stamp]) -> int:

@@ -1,6 +1,7 @@
 """Any torch.distributed backend as a transport."""
 
 import os
+from collections import deque
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from paceline.collectives.torch_work import Pin, SlicedWork, StagedWork, StreamW
 from paceline.collectives.wait import finish
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
+
+SMALL = 16384  # elements
 
 _REDUCE_OPS = {
     Op.SUM: dist.ReduceOp.SUM,
@@ -54,6 +57,7 @@ class TorchDistTransport:
         self._is_python = type(group) is not dist.ProcessGroup
         self._pin = Pin(self._host_group)
         self._backends: dict[torch.device, str] = {}
+        self._recent: deque[Any] = deque(maxlen=16)
         self._watch = watch if watch is not None else watch_of(group)
 
     @property
@@ -152,6 +156,10 @@ class TorchDistTransport:
 
     def _begun(self, raw: Any, call: str, tensor: torch.Tensor, divide_by: int) -> Work:
         self._watch.began(call)
+        if tensor.numel() < SMALL:
+            # Kept for a while, so that it is not gloo's thread that drops the last reference: a work object holds
+            # Python objects, and a thread that asks for the interpreter while that ends aborts the process.
+            self._recent.append(raw)
         if tensor.device.type != "cpu" and self._backend(tensor.device) != "gloo":
             return StreamWork(raw, tensor, divide_by)
         return SlicedWork(raw, tensor, divide_by, self._pin)

@@ -57,20 +57,20 @@ class SlicedWork:
     def wait(self, seconds: float) -> bool:
         if self._complete:
             return True
+        failure: Exception | None = None
         try:
             waited = self._wait_raw(seconds)
         except (RuntimeError, TimeoutError) as error:
-            if not self._raw_done():
-                if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
-                    return False
-                raise
-            # It failed, or it completed just after the slice: a second wait returns at once and tells which.
-            self._unpin()
-            self._raw.wait()
-        else:
-            if waited is False and not self._raw_done():
+            waited, failure = False, error
+        if failure is not None and not self._raw_done():
+            if isinstance(failure, TimeoutError) or "timed out" in str(failure).lower():
                 return False
+            raise failure
+        if failure is None and waited is False and not self._raw_done():
+            return False
         self._unpin()
+        if failure is not None:
+            self._raw.wait()  # it failed, or completed just after the slice: this returns at once and tells which
         if self._divide_by > 1:
             with torch.no_grad():
                 self._tensor.div_(self._divide_by)

@@ -281,7 +281,8 @@ class StoreWatch:
         names = " and ".join(f"rank {peer}{_brackets(self._records.get(peer))}" for peer in lost)
         return PeerLost(
             f"{names} died while rank {self._rank} waited {waited_s:.1f} s in {what}{reason}; see the log of that "
-            f"rank for the cause, then start it again or form a group without it",
+            f"rank for the cause, then start it again or form a group without it. If it ended by itself, the ranks "
+            f"had different numbers of batches: see join()",
             ranks=lost,
         )
 

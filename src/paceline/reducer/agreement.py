@@ -1,8 +1,8 @@
 """What ranks tell each other once per reduction: a few words, and what follows from them.
 
-The words of all ranks are gathered by one small collective that flies beside the last bucket. They do not ride inside
-the bucket, because a communication hook may compress it, its dtype may not hold them, and on a GPU reading them would
-stall the host.
+The words of all ranks are gathered by one small collective that flies beside the last buckets. They do not ride inside
+one, because a communication hook may compress it, its dtype may not hold them, and only when backward has ended is it
+known whether it ended well.
 """
 
 import logging

@@ -58,6 +58,7 @@ class Reducer:
         self.trace = Trace()
         # What the replica switches.
         self.sync_on = True  # no_sync() and disable_grad_sync()
+        self.local_steps = 0  # no_sync() blocks that are open: inside them a step on local gradients is meant
         self.sync_in_join: bool | None = None  # inside join() the forward decides, because it has told the others
         self.divisor: float = transport.size  # join() may lower it to the ranks that still have data
         self.weighting = Weighting()

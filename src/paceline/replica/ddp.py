@@ -293,7 +293,7 @@ class DistributedDataParallel(TorchSurface):
     @property
     def do_sync(self) -> bool:
         """Whether the next backward reduces gradients."""
-        return self._core.sync_on
+        return self.require_backward_grad_sync
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -326,10 +326,14 @@ class DistributedDataParallel(TorchSurface):
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
+        if not self._use_python_reducer:
+            self._core.local_steps += 1
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
+            if not self._use_python_reducer:
+                self._core.local_steps -= 1
 
     @contextmanager
     def weight(self, weight: float | torch.Tensor) -> Iterator[None]:

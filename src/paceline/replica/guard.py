@@ -57,7 +57,8 @@ class StepGuard:
         if reducer is None or module is None or self._closed:
             return
         params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        if self._refuses and reducer.sync_on:
+        refuses = self._refuses and not reducer.local_steps
+        if refuses:
             self._refuse_unmanaged(module, params)
         if not any(param in self._managed for param in params):
             return
@@ -70,7 +71,7 @@ class StepGuard:
         if reducer.others_wait():
             logger.warning(JOINED, reducer.transport.rank)
             reducer.reduce_now()
-        if self._refuses and reducer.sync_on:
+        if refuses:
             names = reducer.unreduced(params)
             if names:
                 raise UnreducedGradients(_message(names))

@@ -98,9 +98,12 @@ def _check_arguments(backend: str | None, timeout: float) -> None:
 
 def _device(device: torch.device | str) -> torch.device:
     try:
-        return torch.device(device)
+        chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"device={device!r} is not a device: expected for instance 'cpu' or 'cuda:0'") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device={device!r} was asked for, but torch sees no CUDA device here; expected 'cpu' or None")
+    return chosen
 
 
 def _default_backend() -> str:
