@@ -267,3 +267,19 @@ def compiled(rank: int, size: int, backend: str) -> bytes:
 def test_a_compiled_submodule(procs: Pool, backend: str) -> None:
     for got in procs(2).run(compiled, backend):
         assert_close(unpacked(got), expected_grads(2))
+
+
+def copy_on_rank_0(rank: int, size: int) -> float:
+    model = DDP(mlp(3, 3))
+    kept = copy.deepcopy(model) if rank == 0 else None
+    other = DDP(mlp(3, 3))
+    for wrapped in (model, other):
+        wrapped(draw(rank, 2, 3)).sum().backward()
+    if kept is None:
+        return 0.0
+    pairs = zip(kept.parameters(), model.parameters(), strict=True)
+    return sum(float((p - q).detach().abs().sum()) for p, q in pairs)
+
+
+def test_one_rank_may_make_a_copy_for_itself(procs: Pool) -> None:
+    assert procs(2).run(copy_on_rank_0) == [0.0, 0.0]

@@ -10,6 +10,7 @@ from torch import nn
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
 from paceline.errors import BackwardAborted, PeerAbsent, PeerLost
+from paceline.strategies.reduction import Wire
 from tests.models import DDP, Grads, assert_same_bits, draw, grads, mean_grads, mlp
 
 ONE_EACH = 1e-6  # MiB: a bucket per parameter
@@ -223,3 +224,17 @@ def test_a_hook_of_the_user_that_raises_is_an_ordinary_failure() -> None:
     expected = mean_grads(mlp(3, 3, 3), lambda m, rank: m(draw(rank, 2, 3)).sum(), 2)
     for got in run(body, 2):
         assert_same_bits(got, expected)
+
+
+def test_the_others_are_told_whatever_goes_over_the_wire() -> None:
+    def body(transport: Transport) -> str:
+        model = DDP(Fused(1), transport=transport, bucket_cap_mb=ONE_EACH, reduction=Wire(torch.bfloat16), timeout=5)
+        try:
+            loss(model, transport.rank, blows=transport.rank == 1).backward()
+        except (Broken, BackwardAborted) as error:
+            name = type(error).__name__
+        model.zero_grad()
+        loss(model, transport.rank).backward()
+        return name
+
+    assert run(body, 2) == ["BackwardAborted", "Broken"]

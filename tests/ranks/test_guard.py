@@ -279,3 +279,44 @@ def test_one_optimizer_over_two_replicas_guards_both() -> None:
         optimizer.step()
 
     run(body, 2)
+
+
+def test_parameters_that_ddp_was_told_to_ignore_may_step() -> None:
+    def body(transport: Transport) -> None:
+        module = mlp(2, 2)
+        ignored = [name for name, _ in module.named_parameters()][:1]
+        DDP._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        model = DDP(module, transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    run(body, 2)
+
+
+def test_a_failed_micro_does_not_blind_the_guard() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(2, 2), transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+            out = model(torch.ones(1, 2))
+            out.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                out.sum().backward()
+        with pytest.raises(UnreducedGradients):
+            optimizer.step()
+
+    run(body, 2)
+
+
+def test_switching_synchronisation_off_does_not_allow_local_steps() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(2, 2), transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.disable_grad_sync()
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(UnreducedGradients):
+            optimizer.step()
+
+    run(body, 2)
