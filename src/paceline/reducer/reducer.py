@@ -101,7 +101,8 @@ class Reducer:
                 return None
             backward = self._enter(autograd.task_id())
             if not backward.delivered:
-                param.grad = grad  # dropped if the backward before this one had failed
+                if param.grad is None:  # dropped with the gradients of a backward before this one that had failed
+                    param.grad = grad
                 self._begin(backward)
             bucket = slot.bucket
             slot.used = slot.dirty = True
