@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import BackwardAborted, ModelMismatch, PeerAbsent, PeerLost, ReplicasDiffer
+from tests.interrupt import interrupt_blocked_rank
 from tests.models import DDP, assert_same_bits, draw, mlp, packed, unpacked, values
 from tests.pool import Pool
 from tests.procs.test_waits import hear, say
@@ -168,32 +167,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_a_blocked_backward_and_the_process(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", BLOCKED, str(rank), str(tmp_path / "store")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n"
-        blocked = ranks[0]
-        assert blocked.stdout is not None
-        started = time.monotonic()
-        blocked.send_signal(signal.SIGINT)
-        assert blocked.stdout.readline() == "interrupted\n"
-        assert time.monotonic() - started < 0.3
-        assert blocked.wait(timeout=10) == 7
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    interrupt_blocked_rank(BLOCKED, str(tmp_path / "store"))
 
 
 def interrupt_in_place(rank: int, size: int) -> float:

@@ -3,8 +3,6 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ from paceline import collectives
 from paceline.collectives import TorchDistTransport, Transport, finish
 from paceline.collectives.torch_dist import store_of
 from paceline.errors import CollectiveMismatch, PeerAbsent, PeerLost
+from tests.interrupt import interrupt_blocked_rank
 from tests.pool import Pool, RankFailed
 
 
@@ -345,33 +344,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("then", ["exit", "destroy"])
 def test_ctrl_c_ends_a_blocked_collective_and_the_process_exits(tmp_path: Path, then: str) -> None:
-    command = [sys.executable, "-c", BLOCKED]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), then],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n"
-        blocked = ranks[0]
-        assert blocked.stdout is not None
-        started = time.monotonic()
-        blocked.send_signal(signal.SIGINT)
-        assert blocked.stdout.readline() == "interrupted\n"
-        assert time.monotonic() - started < 0.3
-        assert blocked.wait(timeout=10) == 7
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    interrupt_blocked_rank(BLOCKED, str(tmp_path / "store"), then)
 
 
 def test_a_group_with_an_abandoned_collective_can_be_destroyed(procs: Pool) -> None:
