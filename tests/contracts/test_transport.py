@@ -99,6 +99,18 @@ def it_gathers_in_rank_order(transport: Transport) -> None:
     assert torch.equal(out, all_mine(transport).flatten())
 
 
+def it_exchanges_parts(transport: Transport) -> None:
+    for dtype in (torch.float32, torch.complex64, torch.int64):
+        flat = torch.arange(transport.size * 3).to(dtype) + 100 * transport.rank
+        out = torch.full_like(flat, -1)
+        settle(transport, transport.exchange(out, flat))
+        first = torch.arange(3) + 3 * transport.rank
+        expected = torch.cat([first + 100 * rank for rank in range(transport.size)]).to(dtype)
+        assert torch.equal(out, expected), dtype
+    with pytest.raises(UsageError, match="exchange over"):
+        transport.exchange(torch.zeros(1), torch.zeros(2))
+
+
 def it_has_many_in_flight(transport: Transport) -> None:
     tensors = [mine(transport) * (index + 1) for index in range(20)]
     works = [transport.all_reduce(tensor) for tensor in tensors]
@@ -142,6 +154,7 @@ CASES: list[Callable[[Transport], None]] = [
     it_reduces_sparse_tensors,
     it_broadcasts_from_any_root,
     it_gathers_in_rank_order,
+    it_exchanges_parts,
     it_has_many_in_flight,
     it_may_be_waited_for_twice,
     it_leaves_gradients_of_parameters_alone,

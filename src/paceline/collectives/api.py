@@ -74,6 +74,22 @@ class Transport(Protocol):
     @property
     def watch(self) -> Watch: ...
 
+    @property
+    def inline(self) -> bool:
+        """Whether the calling thread itself does the work of a collective, inside `progress` and `wait`.
+
+        If not, bytes move beside it, on threads or streams of their own.
+        """
+        ...
+
+    def averages(self, device: torch.device) -> bool:
+        """Whether `Op.MEAN` of tensors on `device` costs no more than `Op.SUM`: the division is part of the sum."""
+        ...
+
+    def progress(self) -> None:
+        """Do what this rank owes to the collectives in flight, as far as the others are ready. Never blocks."""
+        ...
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeroed flat memory, of the kind this transport reduces best."""
         ...
@@ -88,6 +104,10 @@ class Transport(Protocol):
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
         """Fill `out` (size × part.numel(), same dtype) with the parts of all ranks, in rank order."""
+        ...
+
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        """Cut `flat` into one equal part per rank and send part q to rank q: part q of `out` comes from rank q."""
         ...
 
     def apart(self, timeout_s: float | None = None) -> "Transport":
@@ -135,4 +155,12 @@ def check_gather(out: torch.Tensor, part: torch.Tensor, size: int) -> None:
         raise UsageError(
             f"all_gather over {size} ranks of {part.numel()} elements of {part.dtype} needs an `out` of "
             f"{size * part.numel()} elements of the same dtype, got {out.numel()} of {out.dtype}"
+        )
+
+
+def check_exchange(out: torch.Tensor, flat: torch.Tensor, size: int) -> None:
+    if out.dtype != flat.dtype or out.numel() != flat.numel() or flat.numel() % size:
+        raise UsageError(
+            f"exchange over {size} ranks needs an `out` like `flat`, with a multiple of {size} elements, got "
+            f"{out.numel()} of {out.dtype} for {flat.numel()} of {flat.dtype}"
         )

@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.collectives.api import Op, Watch, Work, check_gather, check_reducible, check_root
+from paceline.collectives.api import Op, Watch, Work, check_exchange, check_gather, check_reducible, check_root
 from paceline.errors import CollectiveError
 
 
@@ -24,6 +24,16 @@ class LocalTransport:
     def watch(self) -> Watch:
         return self._watch
 
+    @property
+    def inline(self) -> bool:
+        return True
+
+    def averages(self, device: torch.device) -> bool:
+        return True
+
+    def progress(self) -> None:
+        pass
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
@@ -39,6 +49,12 @@ class LocalTransport:
         check_gather(out, part, 1)
         with torch.no_grad():
             out.view(-1).copy_(part.reshape(-1))
+        return _DONE
+
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        check_exchange(out, flat, 1)
+        with torch.no_grad():
+            out.view(-1).copy_(flat.reshape(-1))
         return _DONE
 
     def apart(self, timeout_s: float | None = None) -> "LocalTransport":

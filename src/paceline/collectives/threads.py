@@ -8,7 +8,16 @@ from typing import TypeVar
 
 import torch
 
-from paceline.collectives.api import Op, Watch, Work, check_gather, check_reducible, check_root, describe
+from paceline.collectives.api import (
+    Op,
+    Watch,
+    Work,
+    check_exchange,
+    check_gather,
+    check_reducible,
+    check_root,
+    describe,
+)
 from paceline.collectives.watch import Reports
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerLost, UsageError
 
@@ -124,6 +133,16 @@ class ThreadTransport:
     def watch(self) -> Watch:
         return self._watch
 
+    @property
+    def inline(self) -> bool:
+        return False
+
+    def averages(self, device: torch.device) -> bool:
+        return True
+
+    def progress(self) -> None:
+        """The last rank to join a collective completes it for all."""
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
@@ -156,6 +175,16 @@ class ThreadTransport:
                 tensors[0].view(-1).copy_(result)
 
         return self._start(describe("all_gather", part, ""), [out, part], compute)
+
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        check_exchange(out, flat, self._size)
+
+        def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
+            parts = torch.stack([tensors[1].reshape(self._size, -1) for tensors in all_tensors], dim=1)
+            for tensors, part in zip(all_tensors, parts, strict=True):
+                tensors[0].view(-1).copy_(part.reshape(-1))
+
+        return self._start(describe("exchange", flat, ""), [out, flat], compute)
 
     def apart(self, timeout_s: float | None = None) -> "ThreadTransport":
         self._parts += 1

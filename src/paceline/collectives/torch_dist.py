@@ -11,13 +11,23 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
     PrefixStore,
     Store,
 )
 
 from paceline.collectives import python_group
-from paceline.collectives.api import Op, Watch, Work, check_gather, check_reducible, check_root, describe
+from paceline.collectives.api import (
+    Op,
+    Watch,
+    Work,
+    check_exchange,
+    check_gather,
+    check_reducible,
+    check_root,
+    describe,
+)
 from paceline.collectives.peers import StoreCall
 from paceline.collectives.torch_work import Pin, SlicedWork, StagedWork, StreamWork, current_device
 from paceline.collectives.wait import finish
@@ -76,6 +86,16 @@ class TorchDistTransport:
     def watch(self) -> Watch:
         return self._watch
 
+    @property
+    def inline(self) -> bool:
+        return False
+
+    def averages(self, device: torch.device) -> bool:
+        return not self._is_python and device.type == "cuda" and self._backend(device) == "nccl"
+
+    def progress(self) -> None:
+        """The backend's own threads and streams do all the work."""
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
 
@@ -114,6 +134,17 @@ class TorchDistTransport:
             return python_group.all_gather(self._group, out, part)
         raw = self._group_for(part)._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
         return self._begun(raw, describe("all_gather", part, ""), out, 1)
+
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        check_exchange(out, flat, self._size)
+        if self._must_stage(flat):
+            staged = out.to(current_device())
+            return StagedWork(self.exchange(staged, flat.to(current_device())), staged, out)
+        if self._is_python:
+            raise UsageError("a process group written in Python has no exchange; use a reduction that needs none")
+        group = self._group_for(flat)
+        raw = group.alltoall_base(_real(out.view(-1)), _real(flat.reshape(-1)), [], [], AllToAllOptions())
+        return self._begun(raw, describe("exchange", flat, ""), out, 1)
 
     def apart(self, timeout_s: float | None = None) -> "TorchDistTransport":
         """See `Transport.apart`. The first one to ask stays with the group itself; NCCL keeps one communicator."""
