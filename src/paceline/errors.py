@@ -12,6 +12,8 @@ PacelineError
 │   ├── PeerAbsent        (TimeoutError)  a rank did not come before `timeout=`
 │   ├── BackwardAborted                   the backward ended with an exception on another rank
 │   └── CollectiveMismatch                ranks issued different collectives
+├── BucketsTooLarge       (MemoryError)   there is not enough memory for the gradients
+├── SharedMemoryFull      (MemoryError)   there is not enough memory for what ranks of one host share
 ├── UnusedParameters      (RuntimeError)  unused="error" and a parameter took no part in a backward
 ├── GraphChanged          (RuntimeError)  static_graph=True and the graph is not static
 └── UnreducedGradients    (RuntimeError)  an optimizer step on gradients that were never reduced
@@ -76,6 +78,14 @@ class BackwardAborted(CollectiveError):
 
 class CollectiveMismatch(CollectiveError):
     """Ranks issued different collectives, or the same ones in different order."""
+
+
+class BucketsTooLarge(PacelineError, MemoryError):
+    """There is not enough memory for the buckets."""
+
+
+class SharedMemoryFull(PacelineError, MemoryError):
+    """There is not enough memory for what the ranks of one host share."""
 
 
 class UnusedParameters(PacelineError, RuntimeError):

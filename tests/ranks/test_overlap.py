@@ -50,7 +50,7 @@ def when(found: list[Stamp], moment: Moment, bucket: int = -1) -> int:
     return ns
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
 def test_early_buckets_are_reduced_before_backward_ends_from_the_first_step(size: int) -> None:
     barrier = threading.Barrier(size)
 

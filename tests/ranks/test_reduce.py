@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.collectives import Transport
+from paceline.collectives import LocalTransport, Transport
 from paceline.collectives.threads import run
 from paceline.trace import Moment
 from tests.models import DDP, Branches, Grads, assert_close, assert_same_bits, draw, grads, mean_grads, mlp, values
@@ -175,11 +175,30 @@ def test_gradients_are_views_of_their_buckets_and_there_is_no_second_copy(set_to
             model.sync_gradients()
             homes.append(storages(model))
             optimizer.step()
-        assert len(homes[-1]) == len(model._core.layout.buckets) > 1
+        assert len(model._core.layout.buckets) > 1
+        assert len(homes[-1]) == 1, "all buckets are cut from one piece of memory"
         assert sum(homes[-1].values()) == model._core.layout.nbytes
         assert homes[2] == homes[3], "the views are attached again, to the same memory"
 
     run(body, 2)
+
+
+def test_a_world_of_one_needs_no_buckets_and_leaves_gradients_where_autograd_put_them() -> None:
+    model = DDP(mlp(3, 5, 4, 2), transport=LocalTransport())
+    plain = mlp(3, 5, 4, 2)
+    plain.load_state_dict(model.module.state_dict())
+    for step in range(3):
+        for net in (model, plain):
+            net(batch(0, step)).sum().backward()
+        assert not model._core.set.laid
+        assert len(storages(model)) == 6
+        assert model._core.ledger.reductions == step + 1
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+    model.zero_grad()
+    with model.weight(3.0):
+        model(batch(0)).sum().backward()
+    assert model._core.set.laid, "weights are applied on the way into a bucket"
 
 
 def test_accumulated_gradients_live_in_the_buckets_too() -> None:

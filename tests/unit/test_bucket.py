@@ -22,7 +22,12 @@ def bucket_of(*params: torch.Tensor, sparse: bool = False) -> Bucket:
     layout = plan_layout(metas, range(len(metas)), BucketCaps((1 << 30,)))
     slots = [GradSlot(index, meta, param) for index, (meta, param) in enumerate(zip(metas, params, strict=True))]
     (spec,) = layout.buckets
-    return Bucket(spec, slots, LocalTransport())
+    return Bucket(spec, slots, None if sparse else torch.zeros(spec.numel, dtype=spec.dtype))
+
+
+def collect(bucket: Bucket, slot: GradSlot, scale: float) -> None:
+    assert slot.param.grad is not None
+    bucket.collect(slot, slot.param.grad, scale)
 
 
 def param(*shape: int) -> nn.Parameter:
@@ -87,11 +92,11 @@ def test_a_collected_gradient_is_in_the_bucket_alone() -> None:
     p = param(3)
     bucket = bucket_of(p)
     p.grad = torch.tensor([1.0, 2.0, 4.0])
-    bucket.collect(bucket.slots[0], 0.5)
+    collect(bucket, bucket.slots[0], 0.5)
     assert p.grad is None
     assert bucket.slots[0].view.tolist() == [0.5, 1, 2]
     p.grad = torch.ones(3)  # a nested backward brings more
-    bucket.collect(bucket.slots[0], 0.5)
+    collect(bucket, bucket.slots[0], 0.5)
     assert bucket.slots[0].view.tolist() == [1, 1.5, 2.5]
     bucket.hand_back(bucket.slots[0], touched=True)
     assert bucket.slots[0].attached()
@@ -102,7 +107,7 @@ def test_an_attached_gradient_is_scaled_in_place() -> None:
     bucket = bucket_of(p)
     p.grad = bucket.slots[0].view
     p.grad.add_(4)
-    bucket.collect(bucket.slots[0], 0.25)
+    collect(bucket, bucket.slots[0], 0.25)
     assert bucket.slots[0].view.tolist() == [1, 1]
 
 
@@ -154,7 +159,7 @@ def test_a_gradient_of_another_dtype_is_widened() -> None:
     bucket = bucket_of(p)
     p.data = p.data.half()
     p.grad = torch.tensor([1.0, 2.0], dtype=torch.float16)
-    bucket.collect(bucket.slots[0], 0.5)
+    collect(bucket, bucket.slots[0], 0.5)
     assert bucket.flat.dtype is torch.float32
     assert bucket.slots[0].view.tolist() == [0.5, 1]
 
@@ -165,7 +170,7 @@ def test_a_gradient_of_the_wrong_layout_names_its_parameter(declared_sparse: boo
     bucket = bucket_of(p, sparse=declared_sparse)
     p.grad = torch.ones(4, 2) if declared_sparse else torch.ones(4, 2).to_sparse(1)
     with pytest.raises(RuntimeError, match="parameter p0 .* expected to have a (sparse|dense) gradient"):
-        bucket.collect(bucket.slots[0], 1.0)
+        collect(bucket, bucket.slots[0], 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------- all buckets
@@ -175,13 +180,14 @@ def test_a_planned_layout_is_taken_up_with_the_gradients_in_it() -> None:
     params = [param(4), param(4)]
     metas = [meta_of(p, f"p{index}") for index, p in enumerate(params)]
     caps, local = BucketCaps((16,)), LocalTransport()
-    buckets = BucketSet(params, plan_layout(metas, [0, 1], caps), local)
+    buckets = BucketSet(params, plan_layout(metas, [0, 1], caps))
+    buckets.lay(local)
     slots = buckets.slots
     for index, slot in enumerate(slots):
         slot.param.grad = slot.view
         slot.view.fill_(index + 1)
     old = {slot.address for slot in slots}
-    buckets.plan([1, 0], caps)
+    buckets.plan(plan_layout(metas, [1, 0], caps))
     assert buckets.move_to_plan(local)
     assert buckets.layout.order == (1, 0)
     for index, slot in enumerate(slots):
@@ -196,10 +202,11 @@ def test_the_same_layout_is_not_planned_again_and_held_gradients_stay() -> None:
     params = [param(4), param(4)]
     metas = [meta_of(p, f"p{index}") for index, p in enumerate(params)]
     caps, local = BucketCaps((16,)), LocalTransport()
-    buckets = BucketSet(params, plan_layout(metas, [0, 1], caps), local)
-    buckets.plan([0, 1], caps)
+    buckets = BucketSet(params, plan_layout(metas, [0, 1], caps))
+    buckets.lay(local)
+    buckets.plan(plan_layout(metas, [0, 1], caps))
     assert not buckets.move_to_plan(local)
-    buckets.plan([1, 0], caps)
+    buckets.plan(plan_layout(metas, [1, 0], caps))
     buckets.slots[0].held = True
     assert not buckets.move_to_plan(local)
     buckets.rearm()

@@ -71,15 +71,19 @@ class Flight:
 class Reduction(Protocol):
     """Combines one bucket over all ranks."""
 
-    @property
-    def divides(self) -> bool:
-        """True when the reduction divides by the number of ranks itself; else gradients are divided on their way in."""
+    def divides(self, transport: Transport, device: torch.device) -> bool:
+        """Whether it divides by the number of ranks itself; else gradients are divided on their way in."""
         ...
 
     @property
     def chains(self) -> bool:
         """True when it may start further collectives as earlier ones complete, so that nothing else may be started
         between them: ranks would disagree about the order."""
+        ...
+
+    @property
+    def trivial_alone(self) -> bool:
+        """True when it changes nothing in a world of one, so that gradients need no buckets there."""
         ...
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight: ...

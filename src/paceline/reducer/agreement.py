@@ -70,6 +70,18 @@ class Words:
         return cls(row[0], row[1], row[2], Mode(row[3]), weight, row[5], row[6], bool(row[7]), bool(row[8]))
 
 
+class SentWords:
+    """The words of this rank, on their way to all others."""
+
+    def __init__(self, words: Words, transport: Transport) -> None:
+        self._gathered = torch.empty(transport.size * WORD_COUNT, dtype=torch.int64)
+        self.work = transport.all_gather(self._gathered, words.encode())
+
+    def of_all_ranks(self) -> list[Words]:
+        """Once `work` is complete: the words in rank order. Raises on every rank when they cannot belong together."""
+        return decode_all(self._gathered)
+
+
 def decode_all(gathered: torch.Tensor) -> list[Words]:
     """The words of all ranks, in rank order; raises on every rank when they cannot belong together."""
     rows = [Words.decode(row) for row in gathered.view(-1, WORD_COUNT).tolist()]

@@ -11,7 +11,7 @@ from torch.autograd import Variable
 
 def task_id() -> int:
     """The number of the backward this thread runs, -1 outside. A nested backward has a number of its own."""
-    return int(torch._C._current_graph_task_id())
+    return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[], None]]":

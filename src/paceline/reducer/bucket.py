@@ -5,7 +5,6 @@ from enum import Enum, auto
 
 import torch
 
-from paceline.collectives.api import Transport
 from paceline.collectives.reduction import Flight, GradBucket
 from paceline.errors import IllegalMove
 from paceline.layout import BucketSpec, ParamMeta
@@ -54,7 +53,7 @@ class GradSlot:
         self.param = param
         # Where the gradient lives: set by the bucket, again after every re-layout.
         self.bucket: Bucket
-        self.view: torch.Tensor
+        self.view = torch.empty(0)
         self.offset = 0
         self.address = 0
         self.asleep = False  # another replica that shares the parameter reduces it
@@ -72,7 +71,8 @@ class GradSlot:
 
     def leave_bucket(self) -> None:
         """Keep no reference to the bucket's memory, so that it can be freed before the next one is allocated."""
-        del self.bucket, self.view
+        del self.bucket
+        self.view = torch.empty(0)
 
     def clear(self) -> None:
         self.fired = self.held = self.used = self.dirty = self.late = False
@@ -82,17 +82,18 @@ class GradSlot:
 class Bucket:
     """One flat buffer of gradients that are reduced together."""
 
-    def __init__(self, spec: BucketSpec, slots: Sequence[GradSlot], transport: Transport) -> None:
+    def __init__(self, spec: BucketSpec, slots: Sequence[GradSlot], flat: torch.Tensor | None) -> None:
+        """`flat` is the memory; None for a sparse gradient, which brings its own."""
         self.spec = spec
         self.slots = list(slots)
         self.state = BucketState.FILLING
         self.missing = len(self.slots)
         self.flight: Flight | None = None
         self.skipped = False  # left out of this reduction, because no rank used any of it
-        if spec.sparse:
-            self.flat = _no_rows(slots[0].meta)
-        else:
-            self.flat = transport.allocate(spec.numel, spec.dtype, spec.device)
+        self.streams: list[torch.cuda.Stream] = []  # that the gradients in it were made on
+        self.flat = _no_rows(slots[0].meta) if flat is None else flat
+        self._sparse = spec.sparse
+        self._on_stream = spec.device.type == "cuda"
         for slot, place in zip(self.slots, spec.slots, strict=True):
             slot.bucket = self
             slot.offset = place.offset
@@ -100,11 +101,13 @@ class Bucket:
 
     def renew_view(self, slot: GradSlot) -> None:
         """Point `slot` at its part of the buffer, shaped and strided like the parameter."""
-        if self.spec.sparse:
+        if self._sparse:
             slot.view = self.flat
             return
         if _dense(slot.meta):
-            slot.view = self.flat.as_strided(slot.meta.shape, slot.meta.stride, slot.offset)
+            slot.view = self.flat.as_strided(
+                slot.meta.shape, slot.meta.stride, self.flat.storage_offset() + slot.offset
+            )
         else:
             slot.view = self.flat[slot.offset : slot.offset + slot.meta.numel].view(slot.meta.shape)
         slot.address = slot.view.data_ptr()
@@ -121,14 +124,15 @@ class Bucket:
         self.missing = len(self.slots)
         self.flight = None
         self.skipped = False
+        self.streams.clear()
 
     def grad_bucket(self, *, last: bool) -> GradBucket:
-        views = [self.flat] if self.spec.sparse else [slot.view for slot in self.slots]
+        views = [self.flat] if self._sparse else [slot.view for slot in self.slots]
         params = [slot.param for slot in self.slots]
         return GradBucket(self.spec.index, self.flat, views, params, last=last)
 
-    def collect(self, slot: GradSlot, scale: float) -> None:
-        """Move `param.grad`, times `scale`, into the bucket. The bucket owns it until it is handed back.
+    def collect(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
+        """Move `grad`, which is `param.grad`, times `scale` into the bucket. The bucket owns it until it is handed back.
 
         Note: the bucket owns its gradients while a backward runs
         ---------------------------------------------------------
@@ -137,34 +141,51 @@ class Bucket:
         that the transport may be reading at that moment, if it were still the view. With None in its place autograd
         makes a new tensor, which is added here, or, when the bucket has left already, in a second round at the end.
         """
-        grad = slot.param.grad
-        assert grad is not None
+        if slot.held or scale == 0.0 or self._sparse:
+            self._collect_seldom(slot, grad, scale)
+        elif grad is slot.view and grad.data_ptr() == slot.address:
+            if scale != 1.0:
+                grad.mul_(scale)
+        else:
+            self._fill(slot, grad, scale)
+        if self._on_stream:
+            self._note_stream()
+        slot.held = True
+        slot.param.grad = None
+
+    def _collect_seldom(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
         if scale == 0.0:  # not a product: a rank without tokens may well have a gradient that is not finite
             if not slot.held:
                 self.zero(slot)
-        elif self.spec.sparse:
+        elif self._sparse:
             self._collect_sparse(slot, grad, scale)
-        elif slot.held:
-            slot.view.add_(grad, alpha=scale)
-        elif slot.attached():
-            if scale != 1.0:
-                slot.view.mul_(scale)
         else:
-            self._fill(slot, grad, scale)
-        slot.held = True
-        slot.param.grad = None
+            slot.view.add_(grad, alpha=scale)
+
+    def _note_stream(self) -> None:
+        stream = torch.cuda.current_stream(self.spec.device)
+        if stream not in self.streams:
+            self.streams.append(stream)
+
+    def join_streams(self) -> None:
+        """Order the current stream after all that gradients were made on, so that a collective may start from it."""
+        if len(self.streams) > 1:
+            current = torch.cuda.current_stream(self.spec.device)
+            for stream in self.streams:
+                if stream != current:
+                    current.wait_stream(stream)
 
     def stash(self, slot: GradSlot) -> None:
         """Keep an unreduced gradient in the bucket's memory, visible as `param.grad`: there is no second copy."""
         grad = slot.param.grad
-        if self.spec.sparse or grad is None or slot.attached():
+        if self._sparse or grad is None or slot.attached():
             return
         self._fill(slot, grad, 1.0)
         slot.param.grad = slot.view
 
     def show(self, slot: GradSlot) -> None:
         """Make a held gradient visible as `param.grad` again, unreduced."""
-        if slot.held and not self.spec.sparse:
+        if slot.held and not self._sparse:
             slot.param.grad = slot.view
             slot.held = False
 
@@ -180,7 +201,7 @@ class Bucket:
         if grad is not None:
             if not slot.used:
                 slot.kept = grad.clone() if slot.attached() else grad
-            self.collect(slot, scale)
+            self.collect(slot, grad, scale)
         elif not slot.held:
             self.zero(slot)
 
@@ -192,7 +213,7 @@ class Bucket:
         self.zero(slot)
 
     def zero(self, slot: GradSlot) -> None:
-        if self.spec.sparse:
+        if self._sparse:
             self.flat = _no_rows(slot.meta)
         else:
             self._own_view(slot).zero_()
@@ -201,7 +222,7 @@ class Bucket:
         """Take the reduced gradients, when a reduction did not leave them in the bucket's own memory."""
         if result is None or result is self.flat:
             return
-        if self.spec.sparse:
+        if self._sparse:
             self.flat = result
         elif result.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(result.view_as(self.flat))
@@ -209,11 +230,11 @@ class Bucket:
     def hand_back(self, slot: GradSlot, *, touched: bool) -> None:
         """Give the gradient back to the parameter. `touched=False`: no rank used it, so it is as it was before."""
         if not touched:
-            if slot.kept is None or self.spec.sparse:
+            if slot.kept is None or self._sparse:
                 slot.param.grad = slot.kept
             else:
                 slot.param.grad = self._own_view(slot).copy_(slot.kept)
-        elif self.spec.sparse:
+        elif self._sparse:
             slot.param.grad = self.flat
         else:
             slot.param.grad = self._own_view(slot)
@@ -236,12 +257,12 @@ class Bucket:
         view = self._own_view(slot)
         if grad._is_view() and grad.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
             grad = grad.clone()  # another look at our own memory, such as `param.grad.t()`
-        if scale == 1.0 or grad.dtype != view.dtype:
+        if scale == 1.0:
             view.copy_(grad)
-            if scale != 1.0:
-                view.mul_(scale)
-        else:
+        elif grad.dtype is view.dtype:
             torch.mul(grad, scale, out=view)
+        else:
+            view.copy_(grad).mul_(scale)
 
     def _own_view(self, slot: GradSlot) -> torch.Tensor:
         """The view, made anew if someone wrote `param.grad.data = ...` and so gave it other memory."""

@@ -6,28 +6,38 @@ from dataclasses import replace
 import torch
 
 from paceline.collectives.api import Transport
-from paceline.layout import BucketCaps, Layout, plan_layout
+from paceline.errors import BucketsTooLarge
+from paceline.layout import ALIGN_BYTES, BucketCaps, Layout, plan_layout
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot, is_something
 
 
 class BucketSet:
-    """The gradients of one replica: a slot per parameter, in buckets that are launched in index order."""
+    """The gradients of one replica: a slot per parameter, in buckets that are launched in index order.
 
-    def __init__(self, params: Sequence[torch.Tensor], layout: Layout, transport: Transport) -> None:
+    The memory is allocated when it is first needed. A world of one never needs it: see `Reducer._is_alone`.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
         pairs = zip(layout.params, params, strict=True)
         self.slots = [GradSlot(index, meta, param) for index, (meta, param) in enumerate(pairs)]
         self.slot_of = {id(slot.param): slot for slot in self.slots}
-        self.next = 0  # the bucket whose turn it is
-        self._seen_complete = 0
-        self._planned: Layout | None = None
-        self.lay(layout, transport)
-
-    def lay(self, layout: Layout, transport: Transport) -> None:
-        """Allocate the buckets of `layout` and point every slot into them."""
         self.layout = layout
+        self.buckets: list[Bucket] = []
+        self.next = 0  # the bucket whose turn it is
+        self.seen_complete = 0  # how many are known to have completed
+        self._planned: Layout | None = None
+
+    def lay(self, transport: Transport) -> None:
+        """Allocate the buckets of the layout and point every slot into them."""
+        memory = _allocate(self.layout, transport)
         self.buckets = [
-            Bucket(spec, [self.slots[place.param] for place in spec.slots], transport) for spec in layout.buckets
+            Bucket(spec, [self.slots[place.param] for place in spec.slots], flat)
+            for spec, flat in zip(self.layout.buckets, memory, strict=True)
         ]
+
+    @property
+    def laid(self) -> bool:
+        return bool(self.buckets)
 
     @property
     def last(self) -> int:
@@ -39,12 +49,12 @@ class BucketSet:
             slot.clear()
         for bucket in self.buckets:
             bucket.rearm()
-        self.next = self._seen_complete = 0
+        self.next = self.seen_complete = 0
 
     def leave_flying_memory(self, transport: Transport) -> None:
         """Give up memory that a transport may still write to: whoever waited for it was interrupted."""
         if self.any_in_flight():
-            self.lay(self.layout, transport)
+            self.lay(transport)
 
     def forget_thrown_away(self) -> None:
         """Forget what earlier micros did to parameters whose gradients zero_grad() has thrown away since."""
@@ -62,8 +72,9 @@ class BucketSet:
         return True
 
     def show_all(self) -> None:
-        for slot in self.slots:
-            slot.bucket.show(slot)
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                bucket.show(slot)
 
     def first_with_gradient(self) -> str | None:
         return next((slot.meta.name for slot in self.slots if is_something(slot.param.grad)), None)
@@ -77,43 +88,73 @@ class BucketSet:
 
     def newly_completed(self) -> int | None:
         """The next bucket in order that has completed and was not told of yet."""
-        index = self._seen_complete
+        index = self.seen_complete
         if index >= self.next:
             return None
         flight = self.buckets[index].flight
         if flight is not None and not flight.work.done():
             return None
-        self._seen_complete += 1
+        self.seen_complete += 1
         return index
 
     def follow_parameters(self, caps: BucketCaps, transport: Transport) -> None:
         """Lay out anew if the module was converted after wrapping, as by `module.double()`."""
-        if all(slot.param.dtype == slot.meta.dtype for slot in self.slots):
+        if all(slot.param.dtype is slot.meta.dtype for slot in self.slots):
             return
         for slot in self.slots:
             slot.meta = replace(
                 slot.meta, dtype=slot.param.dtype, device=slot.param.device, stride=tuple(slot.param.stride())
             )
         self._planned = None
-        self.lay(plan_layout([slot.meta for slot in self.slots], self.layout.order, caps), transport)
+        self.layout = plan_layout([slot.meta for slot in self.slots], self.layout.order, caps)
+        if self.laid:
+            self.lay(transport)
 
-    def plan(self, order: Sequence[int], caps: BucketCaps) -> None:
-        """Plan buckets for gradients that become ready in `order`; taken up by `move_to_plan`."""
-        planned = plan_layout(self.layout.params, order, caps)
-        self._planned = planned if planned != self.layout else None
+    def plan(self, layout: Layout) -> None:
+        """Note a layout to move to; taken up by `move_to_plan`."""
+        self._planned = layout if layout != self.layout else None
 
     def move_to_plan(self, transport: Transport) -> bool:
         """Take up the planned layout. Gradients that are views move along; held ones keep the old layout in place."""
         if self._planned is None or any(slot.held for slot in self.slots):
             return False
+        self.layout, self._planned = self._planned, None
+        if not self.laid:
+            return True
         moved = [(slot, slot.view) for slot in self.slots if slot.attached()]
         if not moved:  # then old and new buckets need not exist together
             self.buckets.clear()
             for slot in self.slots:
                 slot.leave_bucket()
-        self.lay(self._planned, transport)
+        self.lay(transport)
         for slot, old_view in moved:
             slot.view.copy_(old_view)
             slot.param.grad = slot.view
-        self._planned = None
         return True
+
+
+def _allocate(layout: Layout, transport: Transport) -> list[torch.Tensor | None]:
+    """The memory of every bucket, cut from one piece per device. None for sparse ones, whose gradients bring theirs."""
+    ends: dict[torch.device, int] = {}
+    places: list[int] = []
+    for spec in layout.buckets:
+        start = ends.get(spec.device, 0)
+        places.append(start)
+        if not spec.sparse:
+            ends[spec.device] = start + -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    pieces = {device: _piece(nbytes, device, layout, transport) for device, nbytes in ends.items()}
+    return [
+        None if spec.sparse else pieces[spec.device][start : start + spec.nbytes].view(spec.dtype)
+        for spec, start in zip(layout.buckets, places, strict=True)
+    ]
+
+
+def _piece(nbytes: int, device: torch.device, layout: Layout, transport: Transport) -> torch.Tensor:
+    try:
+        return transport.allocate(nbytes, torch.uint8, device)
+    except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        raise BucketsTooLarge(
+            f"rank {transport.rank} could not allocate {nbytes:,} bytes on {device} for the gradients of "
+            f"{len(layout.params)} parameters in {len(layout.buckets)} buckets: {error}; use a smaller model, freeze "
+            f"parameters, or free memory before wrapping"
+        ) from error

@@ -8,9 +8,8 @@ collectives. Nothing here looks at the graph: a parameter that took no part is o
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -20,25 +19,17 @@ from paceline.collectives.wait import FutureWork, finish
 from paceline.errors import GraphChanged, IllegalMove
 from paceline.layout import Layout
 from paceline.reducer import agreement, autograd
-from paceline.reducer.agreement import WORD_COUNT, Mode, Words
-from paceline.reducer.bucket import Bucket, BucketState, GradSlot, is_something
+from paceline.reducer.agreement import Mode, SentWords, Words
+from paceline.reducer.backward import Backward, Backwards
+from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.graph import GraphMemory
+from paceline.reducer.ledger import StepLedger
+from paceline.reducer.planning import Planning
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.sharing import ParamHooks
-from paceline.reducer.weighting import Weighting
+from paceline.reducer.weighting import Division, Weighting
 from paceline.trace import Moment, Trace
-
-
-@dataclass(slots=True)
-class Backward:
-    """One backward under way."""
-
-    task: int
-    syncs: bool
-    running: "weakref.ref[Callable[[], None]]"  # dead when the backward ended without its callback
-    adds: bool | None  # whether it is a backward() and not an autograd.grad(), if that can be told
-    delivered: bool = False  # some parameter got a gradient
 
 
 class Reducer:
@@ -58,7 +49,6 @@ class Reducer:
         self.trace = Trace()
         # What the replica switches.
         self.sync_on = True  # no_sync() and disable_grad_sync()
-        self.local_steps = 0  # no_sync() blocks that are open: inside them a step on local gradients is meant
         self.sync_in_join: bool | None = None  # inside join() the forward decides, because it has told the others
         self.divisor: float = transport.size  # join() may lower it to the ranks that still have data
         self.weighting = Weighting()
@@ -67,24 +57,25 @@ class Reducer:
         self.on_finished: Callable[[], None] | None = None  # restores parameters under mixed precision
         # What it may read.
         self.reductions = 0  # begun so far; equal on all ranks
-        self.reductions_since_step = 0
-        self.forwards_pending = 0  # training forwards, to be reduced, since the last reduction or step
-        self.window_open = False  # something ran that was not reduced yet
+        self.ledger = StepLedger()
         self.uses: list[int] | None = None  # of the last reduction; None: every parameter on every rank
         self.ready_order: list[int] = []  # of the last reduction
-        self.order_learned = False
         self.buckets_reduced = 0  # in the last reduction
         self.graph = GraphMemory()
         self.last_error: str | None = None
 
         self._lock = threading.RLock()  # a module on several devices has a backward thread for each
-        self._backward: Backward | None = None
+        self._backwards = Backwards(self._at_end)
         self._shadowing = False
         self._aborting = False
         self._broken = False  # the reduction itself raised, so it is not known what the other ranks were sent
         self._graph_error: GraphChanged | None = None
-        self._words: tuple[Work, torch.Tensor] | None = None
-        self.set = BucketSet(params, layout, transport)
+        self._words: SentWords | None = None
+        self._late = 0  # gradients that came after their bucket had left
+        self.set = BucketSet(params, layout)
+        self.planning = Planning(settings, transport)
+        if not self._is_alone():
+            self.set.lay(transport)
         self._hooks = ParamHooks(self)
 
     # ---- the way of a gradient
@@ -99,31 +90,51 @@ class Reducer:
             grad = param.grad
             if slot.asleep or grad is None:  # None: autograd delivered an undefined gradient
                 return None
-            backward = self._enter(autograd.task_id())
+            task = autograd.task_id()
+            backward = self._backwards.current
+            if backward is None or backward.task != task:
+                backward = self._enter(task)
             if not backward.delivered:
                 if param.grad is None:  # dropped with the gradients of a backward before this one that had failed
                     param.grad = grad
                 self._begin(backward)
-            bucket = slot.bucket
             slot.used = slot.dirty = True
+            if backward.alone:
+                self._note_order(slot)
+                return None
+            bucket = slot.bucket
             if not backward.syncs:
-                self._keep_for_later(slot)
+                self._keep_for_later(slot, grad)
             elif bucket.state is BucketState.FLYING:
                 slot.late = True  # stays in param.grad until the end; see the note in Bucket.collect
+                self._late += 1
             else:
-                bucket.collect(slot, self._scale_in())
+                bucket.collect(slot, grad, backward.scale)
                 if not slot.fired:
-                    slot.fired = True
-                    self.ready_order.append(slot.index)
+                    self._note_order(slot)
                     bucket.missing -= 1
                     if bucket.missing == 0:
                         bucket.move(BucketState.FULL)
                         self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
                         self._launch()
-                self._stamp_completed()
-                if self.reduction.chains:
-                    self._launch()
+                if self.set.next > self.set.seen_complete:
+                    self._advance()
             return None
+
+    def _note_order(self, slot: GradSlot) -> None:
+        if not slot.fired:
+            slot.fired = True
+            self.ready_order.append(slot.index)
+            if self.planning.measures:
+                self.planning.note_ready(slot.index)
+
+    def _advance(self) -> None:
+        """Let the transport get on with what is in flight, and note what has completed: the proof of overlap."""
+        self.transport.progress()
+        while (index := self.set.newly_completed()) is not None:
+            self.trace.stamp(Moment.COMPLETED, self.reductions, index)
+        if self.reduction.chains:
+            self._launch()
 
     def _launch(self) -> None:
         """Start every full bucket whose turn it is."""
@@ -133,6 +144,7 @@ class Reducer:
                 return  # the collectives of its callbacks and those of the next bucket have no order among them
             bucket = self.set.buckets[self.set.next]
             bucket.move(BucketState.FLYING)
+            bucket.join_streams()
             self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
             if not bucket.skipped:
                 self._broken = True  # until the reduction has returned
@@ -147,8 +159,10 @@ class Reducer:
         gone unless the error says otherwise.
         """
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)
-        self._backward = None
+        self._backwards.close()
+        self.planning.note_end()
         try:
+            scale = self.weighting.on_the_way_in(self._division())
             for bucket in self.set.buckets:
                 if bucket.state is BucketState.FILLING:
                     bucket.skipped = self.settings.skip_unused and not any(slot.used for slot in bucket.slots)
@@ -156,7 +170,7 @@ class Reducer:
                         if slot.asleep:
                             bucket.zero(slot)
                         elif not slot.fired:
-                            bucket.contribute_nothing_new(slot, self._scale_in())
+                            bucket.contribute_nothing_new(slot, scale)
                     bucket.move(BucketState.FULL)
                     self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
             self._launch()
@@ -178,7 +192,7 @@ class Reducer:
         self.trace.stamp(Moment.WAIT_ENTERED, self.reductions, index)
         if bucket.flight is not None:
             self._wait(bucket.flight.work, f"bucket {index} of backward {self.reductions}")
-            self._stamp_completed()
+            self._advance()
             bucket.put_result(bucket.flight.land())
         bucket.move(BucketState.LANDED)
         self.trace.stamp(Moment.WAIT_LEFT, self.reductions, index)
@@ -195,11 +209,11 @@ class Reducer:
             for slot in slots:
                 slot.param.grad = None if slot.late else slot.param.grad
             return None if self._aborting else agreement.aborted_error(words)
+        division = self._division()
         if any(row.late for row in words):
-            scale = self.weighting.of_late(divides=self.reduction.divides, divisor=self.divisor)
-            agreement.reduce_late(slots, self.transport, scale, timeout_s)
-        if any(row.mode is Mode.WEIGHTED for row in words):
-            self._rescale(sum(row.weight for row in words))
+            agreement.reduce_late(slots, self.transport, self.weighting.of_late(division), timeout_s)
+        weighted = any(row.mode is Mode.WEIGHTED for row in words)
+        self._rescale(Weighting.on_the_way_out(sum(row.weight for row in words) if weighted else None, division))
         self.uses = None
         error: Exception | None = None
         if any(row.unused for row in words):
@@ -207,9 +221,9 @@ class Reducer:
             if self.settings.unused == "error":
                 error = agreement.unused_error(slots, self.transport, timeout_s)
         self._hand_back()
-        if not self.order_learned and words[0].ready:
-            self._learn_order()
-        self.reductions_since_step += 1
+        if words[0].ready:
+            self.planning.after_reduction(self.set, self.reduction, self.ready_order, self.reductions)
+        self.ledger.reduced()
         self._wait_for_buffer_hooks()
         if any(row.graph_changed for row in words):
             error = error or self._graph_error or agreement.graph_error(words)
@@ -218,10 +232,11 @@ class Reducer:
     def _hand_back(self) -> None:
         if self.optimizes_in_backward:
             return
-        for slot in self.set.slots:
-            used_somewhere = self.uses is None or self.uses[slot.index] > 0
-            if not slot.asleep:
-                slot.bucket.hand_back(slot, touched=used_somewhere and not self._shadowing)
+        for bucket in self.set.buckets:
+            for slot in bucket.slots:
+                if not slot.asleep:
+                    used_somewhere = self.uses is None or self.uses[slot.index] > 0
+                    bucket.hand_back(slot, touched=used_somewhere and not self._shadowing)
 
     def _wait_for_buffer_hooks(self) -> None:
         for future in self.after_backward:
@@ -232,18 +247,15 @@ class Reducer:
 
     def _enter(self, task: int) -> Backward:
         """The backward that is under way, begun if need be. A backward inside it counts as part of it."""
-        current = self._backward
-        if current is not None:
-            if current.task == task:
-                return current
-            if current.running() is not None:
-                return current  # nested in it
-            self.abandon()
+        if (found := self._backwards.found(task)) is not None:
+            return found
+        self.abandon()
         self.set.move_to_plan(self.transport)
+        alone = self._is_alone()
+        if not alone:
+            self._lay_if_needed()
         syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap
-        running = autograd.at_end_of_backward(self._at_end)
-        self._backward = Backward(task, syncs, running, autograd.adds_to_grad())
-        return self._backward
+        return self._backwards.open(task, syncs=syncs, alone=alone)
 
     def _begin(self, backward: Backward) -> None:
         """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""
@@ -251,28 +263,43 @@ class Reducer:
         if self.weighting.micros:
             self.set.forget_thrown_away()
         self.weighting.note_backward()
+        backward.scale = self.weighting.on_the_way_in(self._division())
         if backward.syncs:
             self._begin_reduction()
         else:
-            self.window_open = True
+            self.ledger.window_open = True
+
+    def _is_alone(self) -> bool:
+        """Whether the mean over all ranks is what autograd has made already, so that no bucket is needed."""
+        return (
+            self.transport.size == 1
+            and self.reduction.trivial_alone
+            and self.weighting.plain
+            and not self.settings.hold
+        )
+
+    def _lay_if_needed(self) -> None:
+        if not self.set.laid:
+            self.set.lay(self.transport)
 
     def _at_end(self) -> None:
         with self._lock, torch.no_grad():
-            backward = self._backward
+            backward = self._backwards.current
             if backward is None:
                 return
-            if backward.syncs and (backward.delivered or backward.adds):
+            if backward.reduces:
                 if not backward.delivered:  # the loss touched no parameter, but the other ranks wait
                     self._begin_reduction()
                 self._finish()
             elif self.on_finished is not None and backward.delivered:
                 self.on_finished()
                 self.set.show_all()
-            self._backward = None
+            self._backwards.close()
 
     def _begin_reduction(self) -> None:
         self.reductions += 1
         self.ready_order = []
+        self.planning.begin(self.reductions)
         self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
 
     def _reset(self) -> None:
@@ -280,41 +307,39 @@ class Reducer:
         self.set.rearm()
         self._words = None
         self.weighting.reset()
-        self.forwards_pending = 0
+        self.ledger.closed()
         self._graph_error = None
-        self._shadowing = self._aborting = self._broken = self.window_open = False
+        self._late = 0
+        self._shadowing = self._aborting = self._broken = False
 
-    def _keep_for_later(self, slot: GradSlot) -> None:
+    def _keep_for_later(self, slot: GradSlot, grad: torch.Tensor) -> None:
         weight = self.weighting.current
         if weight is None and not self.settings.hold:
             slot.bucket.stash(slot)
         else:  # shown again when the backward, or the weight() block, ends
-            slot.bucket.collect(slot, 1.0 if weight is None else weight)
+            slot.bucket.collect(slot, grad, 1.0 if weight is None else weight)
 
-    def _scale_in(self) -> float:
-        return self.weighting.on_the_way_in(divides=self.reduction.divides, divisor=self.divisor)
+    def _division(self) -> Division:
+        device = self.set.layout.params[0].device
+        return Division(self.reduction.divides(self.transport, device), self.transport.size, self.divisor)
 
-    def _rescale(self, total_weight: float) -> None:
-        factor = Weighting.on_the_way_out(total_weight, divides=self.reduction.divides, divisor=self.divisor)
-        for bucket in self.set.buckets:
-            bucket.flat.mul_(factor)
+    def _rescale(self, factor: float) -> None:
+        if factor != 1.0:
+            for bucket in self.set.buckets:
+                bucket.flat.mul_(factor)
 
     def _wait(self, work: Work, what: str) -> None:
         finish(work, what=what, watch=self.transport.watch, timeout_s=self.settings.timeout_s)
 
-    def _stamp_completed(self) -> None:
-        """Note what has completed meanwhile: the proof of overlap, and where a transport may make progress."""
-        while (index := self.set.newly_completed()) is not None:
-            self.trace.stamp(Moment.COMPLETED, self.reductions, index)
-
     def _send_words(self) -> None:
         quiet = self._shadowing or self._aborting
+        slots = self.set.slots
         if not quiet:
-            self._graph_error = self.graph.compare(self.set.slots, static=self.settings.static_graph)
+            self._graph_error = self.graph.compare(slots, static=self.settings.static_graph)
         words = Words(
             reduction=self.reductions,
-            unused=0 if quiet else sum(not (slot.used or slot.asleep) for slot in self.set.slots),
-            late=sum(slot.late for slot in self.set.slots),
+            unused=0 if quiet else sum(not (slot.used or slot.asleep) for slot in slots),
+            late=self._late,
             mode=self.weighting.mode,
             weight=self.weighting.total,
             micros=self.weighting.micros,
@@ -322,25 +347,14 @@ class Reducer:
             graph_changed=self._graph_error is not None,
             aborted=self._aborting,
         )
-        gathered = torch.empty(self.transport.size * WORD_COUNT, dtype=torch.int64)
-        self._words = self.transport.all_gather(gathered, words.encode()), gathered
+        self._words = SentWords(words, self.transport)
 
     def _receive_words(self) -> list[Words]:
         if self._words is None:
             self._send_words()
         assert self._words is not None
-        work, gathered = self._words
-        self._wait(work, f"the words of backward {self.reductions}")
-        return agreement.decode_all(gathered)
-
-    def _learn_order(self) -> None:
-        """Plan buckets in the order in which rank 0 saw gradients become ready, for the next step."""
-        seen = set(self.ready_order)
-        rest = [index for index in self.set.layout.order if index not in seen]
-        order = torch.tensor([*self.ready_order, *rest], dtype=torch.int64)
-        self._wait(self.transport.broadcast(order, 0), "the order of gradients")
-        self.set.plan(order.tolist(), self.settings.caps)
-        self.order_learned = True
+        self._wait(self._words.work, f"the words of backward {self.reductions}")
+        return self._words.of_all_ranks()
 
     # ---- what the replica calls
 
@@ -349,18 +363,18 @@ class Reducer:
         with self._lock, torch.no_grad():
             if any(slot.asleep for slot in self.set.slots):
                 self._hooks.wake()
-            if self._failed():
+            if self._backwards.failed():
                 self.abandon()
-            if grads and self._backward is None:
+            if grads and self._backwards.current is None:
                 if not self.reductions:
                     self._hooks.go_last()
                 if not self.settings.hold:
                     self.set.follow_parameters(self.settings.caps, self.transport)
                 self.set.move_to_plan(self.transport)
             if grads and self.sync_on and self.settings.overlap:
-                self.forwards_pending += training
+                self.ledger.forwards_pending += training
             elif grads:
-                self.window_open = True
+                self.ledger.window_open = True
 
     def watch_backward(self, output: torch.Tensor) -> None:
         """Have the backward that goes through `output` end with a reduction, also when its gradients all come from
@@ -373,18 +387,17 @@ class Reducer:
             if not all(slot.asleep for slot in self.set.slots):
                 self._enter(autograd.task_id())
 
-    def _failed(self) -> bool:
-        return self._backward is not None and self._backward.running() is None
-
     def reduce_now(self) -> None:
         """Reduce what has been accumulated so far, without another backward."""
         with self._lock, torch.no_grad():
-            if self._failed():
+            if self._backwards.failed():
                 self.abandon()
                 raise IllegalMove("the last backward ended with an exception, so there are no gradients to reduce")
-            if self._backward is not None:
+            if self._backwards.current is not None:
                 raise IllegalMove("gradients cannot be reduced while a backward runs; do it after loss.backward()")
             self.set.move_to_plan(self.transport)
+            if not self._is_alone():
+                self._lay_if_needed()
             self._begin_reduction()
             self._finish()
 
@@ -392,6 +405,7 @@ class Reducer:
         """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
         with self._lock, torch.no_grad():
             self.set.move_to_plan(self.transport)
+            self._lay_if_needed()
             self._begin_reduction()
             self._shadowing = True
             for slot in self.set.slots:
@@ -408,8 +422,8 @@ class Reducer:
         are told. What earlier backwards have accumulated stays, if this one was only to add to it.
         """
         with self._lock, torch.no_grad():
-            backward, self._backward = self._backward, None
-            if backward is None or not backward.syncs or not (backward.delivered or backward.adds):
+            backward = self._backwards.close()
+            if backward is None or not backward.reduces:
                 return
             if self._broken:  # no collective of ours would fit what the others do; the watch names us to them
                 self._reset()
@@ -427,12 +441,12 @@ class Reducer:
         Returns the name of a parameter whose gradient did not come from a weighted micro of this step, if there is one.
         """
         with self._lock, torch.no_grad():
-            if self._failed():
+            if self._backwards.failed():
                 self.abandon()
             if self.weighting.mode is Mode.WEIGHTED and self.set.hold_all():
                 return None
             stale = self.set.first_with_gradient()
-            if stale is None and self._backward is None:
+            if stale is None and self._backwards.current is None:
                 self.set.drop_gradients()
                 self._reset()  # what an earlier micro has left was thrown away by zero_grad()
             return stale
@@ -443,46 +457,29 @@ class Reducer:
 
     def unreduced(self, params: Container[int]) -> list[str]:
         """Names of parameters, of those with these ids, whose gradients were not reduced since they were added to."""
-        by_hand = self._waited_for()  # then no gradient of this step came through a backward
-        return [
-            slot.meta.name
-            for slot in self.set.slots
-            if id(slot.param) in params
-            and (slot.dirty or (by_hand and not slot.attached()))
-            and (slot.held or is_something(slot.param.grad))
-        ]
+        return self.ledger.unreduced(self.set.slots, params, syncs=self.sync_on)
 
     def others_wait(self) -> bool:
         """Whether the loss of a training forward touched no parameter here, so that the others still wait."""
-        if self._failed():
+        if self._backwards.failed():
             self.abandon()
-        return self._waited_for() and not any(
-            not slot.dirty and is_something(slot.param.grad) for slot in self.set.slots
-        )
-
-    def _waited_for(self) -> bool:
-        return self.sync_on and self.forwards_pending > 0 and self.reductions_since_step == 0
-
-    def stepped(self) -> None:
-        """An optimizer has stepped on these gradients."""
-        self.reductions_since_step = 0
-        self.forwards_pending = 0
+        return self.sync_on and self.ledger.others_wait(self.set.slots)
 
     @property
     def in_backward(self) -> bool:
-        return self._backward is not None and not self._failed()
+        return self._backwards.current is not None and not self._backwards.failed()
 
     def move_to(self, transport: Transport) -> None:
         """Go on over another transport; the order of gradients is learned anew by the new set of ranks."""
         self.transport = transport
         self.divisor = transport.size
         self.reductions = 0
-        self.order_learned = False
+        self.planning = Planning(self.settings, transport)
 
     def relay_now(self) -> bool:
         """Take up the planned layout, if there is one and nothing is under way."""
         with self._lock, torch.no_grad():
-            return self._backward is None and self.set.move_to_plan(self.transport)
+            return self._backwards.current is None and self.set.move_to_plan(self.transport)
 
     def set_static_graph(self) -> None:
         """Refuse graphs that differ from the first one seen."""

@@ -1,6 +1,17 @@
 """How much a micro counts: the division by ranks, and the weights of `weight(n)`."""
 
+from dataclasses import dataclass
+
 from paceline.reducer.agreement import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """By what the sum over all ranks is divided, and by whom."""
+
+    by_reduction: bool  # the reduction divides by `size` itself
+    size: int
+    divisor: float  # what is wanted: inside join() it may be less than `size`
 
 
 class Weighting:
@@ -20,21 +31,29 @@ class Weighting:
     def reset(self) -> None:
         self.mode, self.total, self.micros = Mode.NOTHING, 0.0, 0
 
-    def on_the_way_in(self, *, divides: bool, divisor: float) -> float:
-        """By what a gradient is multiplied when it goes into its bucket; `divides` if the reduction divides itself."""
+    @property
+    def plain(self) -> bool:
+        """Whether no weight plays a part, neither in the backward that runs nor in those before it."""
+        return self.current is None and self.mode in (Mode.NOTHING, Mode.PLAIN)
+
+    def on_the_way_in(self, division: Division) -> float:
+        """By what a gradient is multiplied when it goes into its bucket."""
         if self.current is not None:
             return self.current
-        return 1.0 if divides or self.mode is Mode.WEIGHTED else 1.0 / divisor
+        return 1.0 if division.by_reduction or self.mode is Mode.WEIGHTED else 1.0 / division.divisor
 
-    def of_late(self, *, divides: bool, divisor: float) -> float:
-        """The same for gradients that are summed without the reduction, after it."""
-        if self.current is None:
-            return 1.0 / divisor
-        return self.current / divisor if divides else self.current
+    def of_late(self, division: Division) -> float:
+        """The same for gradients that are summed without the reduction, after it and before `on_the_way_out`."""
+        weight = 1.0 if self.current is None else self.current
+        if division.by_reduction:
+            return weight / division.size
+        return weight if self.current is not None else 1.0 / division.divisor
 
     @staticmethod
-    def on_the_way_out(total_of_all_ranks: float, *, divides: bool, divisor: float) -> float:
-        """By what weighted sums are multiplied, so that they are means over all tokens."""
-        if total_of_all_ranks == 0.0:
+    def on_the_way_out(weight_of_all_ranks: float | None, division: Division) -> float:
+        """By what reduced gradients are multiplied; with weights, so that they are means over all tokens."""
+        if weight_of_all_ranks is None:
+            return division.size / division.divisor if division.by_reduction else 1.0
+        if weight_of_all_ranks == 0.0:
             return 0.0
-        return (divisor if divides else 1.0) / total_of_all_ranks
+        return (division.size if division.by_reduction else 1.0) / weight_of_all_ranks

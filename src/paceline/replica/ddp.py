@@ -284,7 +284,7 @@ class DistributedDataParallel(TorchSurface):
         synchronisation is switched off, nor with `overlap=True` when everything is reduced already.
         """
         core = self._core
-        reduced = self._settings.overlap and core.reductions_since_step and not core.window_open
+        reduced = self._settings.overlap and core.ledger.reductions and not core.ledger.window_open
         if core.sync_on and (not reduced or core.others_wait()):
             core.reduce_now()
 
@@ -327,13 +327,13 @@ class DistributedDataParallel(TorchSurface):
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         if not self._use_python_reducer:
-            self._core.local_steps += 1
+            self._core.ledger.local_steps += 1
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
             if not self._use_python_reducer:
-                self._core.local_steps -= 1
+                self._core.ledger.local_steps -= 1
 
     @contextmanager
     def weight(self, weight: float | torch.Tensor) -> Iterator[None]:

@@ -57,7 +57,7 @@ class StepGuard:
         if reducer is None or module is None or self._closed:
             return
         params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        refuses = self._refuses and not reducer.local_steps
+        refuses = self._refuses and not reducer.ledger.local_steps
         if refuses:
             self._refuse_unmanaged(module, params)
         if not any(param in self._managed for param in params):
@@ -75,7 +75,7 @@ class StepGuard:
             names = reducer.unreduced(params)
             if names:
                 raise UnreducedGradients(_message(names))
-        reducer.stepped()
+        reducer.ledger.stepped()
 
     def _refuse_unmanaged(self, module: nn.Module, params: dict[int, torch.Tensor]) -> None:
         """Parameters that came, or were unfrozen, after wrapping: nobody reduces their gradients."""

@@ -91,7 +91,7 @@ class TorchLogger:
             data["gloo_num_threads"] = 2
         if core.uses is not None:
             data["unused_parameter_size"] = sum(m.nbytes for m, n in zip(metas, core.uses, strict=True) if not n)
-        if core.order_learned:
+        if core.planning.order_learned:
             data |= {
                 "has_rebuilt_buckets": int(settings.static_graph or not replica.find_unused_parameters),
                 "rebuilt_bucket_sizes": data["bucket_sizes"],

@@ -114,7 +114,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self._core.order_learned
+        return self._core.planning.order_learned
 
     # ---- copies and pickles: without what belongs to this process
 

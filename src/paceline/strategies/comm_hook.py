@@ -19,8 +19,11 @@ class CommHook:
 
     state: Any
     hook: Hook
-    divides: bool = True
     chains: bool = True
+    trivial_alone: bool = False
+
+    def divides(self, transport: Transport, device: torch.device) -> bool:
+        return True
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
         future = self.hook(self.state, bucket)

@@ -4,19 +4,23 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.collectives.api import Transport
+from paceline.collectives.api import Op, Transport
 from paceline.collectives.reduction import Flight, GradBucket
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The mean over all ranks. Gradients come divided already, so the sum is the mean."""
+    """The mean over all ranks: divided in the collective where that is free, else on the way into the bucket."""
 
-    divides: bool = False
     chains: bool = False
+    trivial_alone: bool = True
+
+    def divides(self, transport: Transport, device: torch.device) -> bool:
+        return transport.averages(device)
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
-        return Flight(transport.all_reduce(bucket.buffer()))
+        flat = bucket.buffer()
+        return Flight(transport.all_reduce(flat, Op.MEAN if transport.averages(flat.device) else Op.SUM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +28,11 @@ class Wire:
     """The mean, sent in `dtype` (e.g. bfloat16): half the bytes of float32, and its rounding."""
 
     dtype: torch.dtype
-    divides: bool = False
     chains: bool = False
+    trivial_alone: bool = False
+
+    def divides(self, transport: Transport, device: torch.device) -> bool:
+        return False
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
         full = bucket.buffer()
