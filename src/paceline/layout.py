@@ -8,7 +8,7 @@ else that needs to know where a gradient is reads it.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,6 +41,11 @@ class ParamMeta:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device] | None:
+        """Gradients of one kind may share a bucket. None shares with nobody."""
+        return None if self.sparse else (self.dtype, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,36 +129,58 @@ class BucketCaps:
 
 
 def plan_layout(params: Iterable[ParamMeta], order: Sequence[int], caps: BucketCaps) -> Layout:
-    """Pack the gradients into buckets, in `order` (indices of parameters, earliest gradient first).
-
-    A bucket closes when it has reached its cap. Buckets are sorted by their last gradient, because that is when they
-    are full, and buckets are launched strictly in index order.
-    """
+    """Pack the gradients into buckets, in `order` (indices of parameters, earliest gradient first), by `caps`."""
     metas = tuple(params)
-    open_groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    open_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
-    closed_count: dict[tuple[torch.dtype, torch.device], int] = {}
-    groups: list[list[int]] = []
-    for index in order:
-        meta = metas[index]
-        if meta.sparse:
-            groups.append([index])
-            continue
-        key = (meta.dtype, meta.device)
-        open_groups.setdefault(key, []).append(index)
-        open_bytes[key] = open_bytes.get(key, 0) + meta.nbytes
-        if open_bytes[key] >= caps.of(closed_count.get(key, 0)):
-            groups.append(open_groups.pop(key))
-            open_bytes[key] = 0
-            closed_count[key] = closed_count.get(key, 0) + 1
-    groups.extend(open_groups.values())
-    position = {param: place for place, param in enumerate(order)}
-    groups.sort(key=lambda group: position[group[-1]])
+    return lay_groups(metas, cap_groups([(index, metas[index].kind, metas[index].nbytes) for index in order], caps))
+
+
+def lay_groups(params: Iterable[ParamMeta], groups: Iterable[Sequence[int]]) -> Layout:
+    """One bucket per group of parameter indices, in the order given, which is the order of launches."""
+    metas = tuple(params)
     return Layout(metas, tuple(_bucket(index, group, metas) for index, group in enumerate(groups)))
+
+
+def cap_groups(
+    items: Iterable[tuple[int, Hashable | None, int]], caps: BucketCaps, limit: float = math.inf
+) -> list[list[int]]:
+    """Group (parameter, kind, bytes), earliest gradient first: one kind per group, and kind None alone.
+
+    A group closes when it has reached its cap, or would go above `limit`. Groups are sorted by their last gradient,
+    because that is when their buckets are full, and buckets are launched strictly in index order.
+    """
+    open_groups: dict[Hashable, list[int]] = {}
+    open_bytes: dict[Hashable, int] = {}
+    closed_count: dict[Hashable, int] = {}
+    groups: list[list[int]] = []
+    position: dict[int, int] = {}
+
+    def close(kind: Hashable) -> None:
+        groups.append(open_groups.pop(kind))
+        closed_count[kind] = closed_count.get(kind, 0) + 1
+        open_bytes[kind] = 0
+
+    for place, (param, kind, nbytes) in enumerate(items):
+        position[param] = place
+        if kind is None:
+            groups.append([param])
+            continue
+        if kind in open_groups and open_bytes[kind] + nbytes > limit:
+            close(kind)
+        open_groups.setdefault(kind, []).append(param)
+        open_bytes[kind] = open_bytes.get(kind, 0) + nbytes
+        if open_bytes[kind] >= caps.of(closed_count.get(kind, 0)):
+            close(kind)
+    groups.extend(open_groups.values())
+    return sorted(groups, key=lambda group: position[group[-1]])
 
 
 def _bucket(index: int, group: Sequence[int], metas: Sequence[ParamMeta]) -> BucketSpec:
     first = metas[group[0]]
+    if strange := [metas[param] for param in group[1:] if first.kind is None or metas[param].kind != first.kind]:
+        raise UsageError(
+            f"bucket {index} cannot hold both {first.name} and {strange[0].name}: gradients in one bucket have one "
+            f"dtype and one device, and a sparse gradient has a bucket of its own"
+        )
     align = max(1, ALIGN_BYTES // first.dtype.itemsize)
     slots: list[Slot] = []
     end = 0

@@ -132,7 +132,7 @@ class Bucket:
         return GradBucket(self.spec.index, self.flat, views, params, last=last)
 
     def collect(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
-        """Move `grad`, which is `param.grad`, times `scale` into the bucket. The bucket owns it until it is handed back.
+        """Move `grad`, which is `param.grad`, times `scale` into the bucket, which owns it until it hands it back.
 
         Note: the bucket owns its gradients while a backward runs
         ---------------------------------------------------------

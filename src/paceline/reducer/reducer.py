@@ -73,7 +73,7 @@ class Reducer:
         self._words: SentWords | None = None
         self._late = 0  # gradients that came after their bucket had left
         self.set = BucketSet(params, layout)
-        self.planning = Planning(settings, transport)
+        self.planning = Planning(settings, transport, layout.params[0].device)
         if not self._is_alone():
             self.set.lay(transport)
         self._hooks = ParamHooks(self)
@@ -222,7 +222,7 @@ class Reducer:
                 error = agreement.unused_error(slots, self.transport, timeout_s)
         self._hand_back()
         if words[0].ready:
-            self.planning.after_reduction(self.set, self.reduction, self.ready_order, self.reductions)
+            self.planning.after_reduction(self.set, self.reduction, self.ready_order)
         self.ledger.reduced()
         self._wait_for_buffer_hooks()
         if any(row.graph_changed for row in words):
@@ -474,7 +474,7 @@ class Reducer:
         self.transport = transport
         self.divisor = transport.size
         self.reductions = 0
-        self.planning = Planning(self.settings, transport)
+        self.planning = Planning(self.settings, transport, self.layout.params[0].device)
 
     def relay_now(self) -> bool:
         """Take up the planned layout, if there is one and nothing is under way."""

@@ -10,6 +10,7 @@ class ReducerSettings:
     """What the user chose, equal on every rank."""
 
     caps: BucketCaps
+    plans_buckets: bool = False  # sizes are planned from measured times; until then, and without it, `caps` rules
     overlap: bool = True
     unused: str = "zero"  # or "error"
     static_graph: bool = False

@@ -11,8 +11,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 
-INIT_MODES = ("broadcast", "verify")
-UNUSED_MODES = ("zero", "error")
+CHOICES = {"init": ("broadcast", "verify"), "unused": ("zero", "error"), "bucket_plan": ("auto", "fixed")}
 TRANSPORTS = ("auto", "torch", "local")
 
 
@@ -25,11 +24,15 @@ class Managed:
     sparse: tuple[bool, ...]
 
 
-def check_choices(*, init: str, unused: str, timeout: float | None, transport: Any, reduction: Any) -> None:
-    """Refuse values that no code path could mean."""
-    for name, value, accepted in (("init", init, INIT_MODES), ("unused", unused, UNUSED_MODES)):
-        if value not in accepted:
-            raise UsageError(f"{name}={value!r} is not known; accepted: {', '.join(map(repr, accepted))}")
+def check_choices(**given: str) -> None:
+    """Refuse names that no code path could mean."""
+    for name, value in given.items():
+        if value not in CHOICES[name]:
+            raise UsageError(f"{name}={value!r} is not known; accepted: {', '.join(map(repr, CHOICES[name]))}")
+
+
+def check_objects(*, timeout: float | None, transport: Any, reduction: Any) -> None:
+    """Refuse what cannot be used as what it was given for."""
     if isinstance(transport, str) and transport not in TRANSPORTS:
         accepted_names = ", ".join(map(repr, TRANSPORTS))
         raise UsageError(f"transport={transport!r} is not known; accepted: {accepted_names}, or a Transport object")

@@ -12,6 +12,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 
+from paceline.bucket_plan import Plan
 from paceline.collectives.api import Transport
 from paceline.collectives.local import LocalTransport
 from paceline.collectives.reduction import Reduction
@@ -40,6 +41,8 @@ class DistributedDataParallel(TorchSurface):
         overlap: reduce buckets while backward runs. With False, call `sync_gradients()` after backward.
         transport: "auto" or "torch" for torch.distributed, or a `Transport`.
         reduction: how a bucket is combined; the mean by default.
+        bucket_plan: "auto" measures the first steps and cuts the buckets so that the last one is reduced soonest;
+            "fixed" keeps torch's sizes, as `bucket_cap_mb` and `bucket_cap_mb_list` do when given.
         unused: "zero" lets parameters that take no part in a backward be; "error" raises on every rank.
         guard: refuse optimizer steps on gradients that were never reduced.
         timeout: seconds after which a wait for another rank is an error. None: the process group's own timeout.
@@ -76,6 +79,7 @@ class DistributedDataParallel(TorchSurface):
         overlap: bool = True,
         transport: str | Transport = "auto",
         reduction: Reduction | None = None,
+        bucket_plan: str = "auto",
         unused: str = "zero",
         guard: bool = True,
         timeout: float | None = None,
@@ -83,7 +87,8 @@ class DistributedDataParallel(TorchSurface):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         arguments.check_module(module)
-        arguments.check_choices(init=init, unused=unused, timeout=timeout, transport=transport, reduction=reduction)
+        arguments.check_choices(init=init, unused=unused, bucket_plan=bucket_plan)
+        arguments.check_objects(timeout=timeout, transport=transport, reduction=reduction)
         if mixed_precision is not None and reduction is not None:
             raise UsageError("mixed_precision says in which dtype gradients are reduced; pass no reduction= beside it")
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
@@ -103,6 +108,7 @@ class DistributedDataParallel(TorchSurface):
         self._join_world(transport, process_group, device_mesh)
         self._settings = ReducerSettings(
             caps=BucketCaps.from_mib(bucket_cap_mb, bucket_cap_mb_list),
+            plans_buckets=bucket_plan == "auto" and bucket_cap_mb is None and not bucket_cap_mb_list,
             overlap=overlap,
             unused=unused,
             timeout_s=timeout,
@@ -153,6 +159,7 @@ class DistributedDataParallel(TorchSurface):
             "overlap": s.overlap,
             "unused": s.unused,
             "bucket sizes": s.caps.caps,
+            "bucket_plan": s.plans_buckets,
             "forward_sync_buffers": self.forward_sync_buffers,
             "skip_all_reduce_unused_params": s.skip_unused,
             "mixed_precision": self.mixed_precision,
@@ -380,6 +387,11 @@ class DistributedDataParallel(TorchSurface):
     def layout(self) -> Layout:
         """Where every gradient lives now."""
         return self._core.layout
+
+    @property
+    def bucket_plan(self) -> Plan | None:
+        """How the buckets were cut, and what they were expected to cost. None until the first steps were measured."""
+        return self._core.planning.plan
 
     @property
     def trace(self) -> Trace:

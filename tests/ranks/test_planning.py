@@ -1,0 +1,104 @@
+"""Buckets are cut from what the first backwards have shown, by agreement."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from paceline.bucket_plan import Plan
+from paceline.collectives import LocalTransport, Transport, run
+from paceline.reducer.planning import PLAN_AT
+from paceline.strategies.reduction import Mean
+from tests.models import DDP, assert_close, draw, grads, mean_grads, mlp
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return mlp(3, 16, 16, 16, 2)
+
+
+def groups_of(model: DDP) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(slot.param for slot in bucket.slots) for bucket in model.layout.buckets)
+
+
+def loss_at(step: int, module: nn.Module, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = module(draw(10 * step + rank, 4, 3)).sum()
+    return loss
+
+
+def train(model: DDP, rank: int, steps: int) -> None:
+    for step in range(steps):
+        model.zero_grad()
+        model(draw(10 * step + rank, 4, 3)).sum().backward()
+
+
+def test_all_ranks_move_to_the_plan_of_rank_0() -> None:
+    def body(transport: Transport) -> tuple[tuple[int, ...], ...]:
+        model = DDP(net(), transport=transport)
+        train(model, transport.rank, PLAN_AT - 1)
+        assert model.bucket_plan is None
+        train(model, transport.rank, 2)
+        plan = model.bucket_plan
+        assert isinstance(plan, Plan)
+        assert groups_of(model) == plan.groups
+        assert plan.predicted_exposed_s >= 0
+        return plan.groups
+
+    plans = run(body, 3)
+    assert len(set(plans)) == 1
+
+
+def test_gradients_are_the_mean_before_and_after_the_plan_is_taken_up() -> None:
+    def body(transport: Transport) -> None:
+        model, plain = DDP(net(), transport=transport), net()
+        for step in range(PLAN_AT + 2):
+            model.zero_grad()
+            model(draw(10 * step + transport.rank, 4, 3)).sum().backward()
+            assert_close(grads(model.module), mean_grads(plain, partial(loss_at, step), transport.size))
+
+    run(body, 2)
+
+
+def test_gradients_that_were_accumulated_move_along() -> None:
+    def body(transport: Transport) -> None:
+        model, plain = DDP(net(), transport=transport), net()
+        train(model, transport.rank, PLAN_AT)
+        model.zero_grad()
+        with model.no_sync():
+            model(draw(transport.rank, 4, 3)).sum().backward()
+        model(draw(transport.rank, 4, 3)).sum().backward()
+        twice = mean_grads(plain, lambda module, rank: 2 * module(draw(rank, 4, 3)).sum(), transport.size)
+        assert_close(grads(model.module), twice)
+
+    run(body, 2)
+
+
+def test_sizes_that_were_asked_for_rule() -> None:
+    def body(transport: Transport) -> None:
+        asked = [
+            DDP(net(), transport=transport, bucket_cap_mb=1e-6),
+            DDP(net(), transport=transport, bucket_cap_mb_list=[1e-6]),
+            DDP(net(), transport=transport, bucket_plan="fixed"),
+        ]
+        for model in asked:
+            train(model, transport.rank, PLAN_AT + 1)
+            assert model.bucket_plan is None
+            assert model._core.planning.order_learned
+        assert [len(model.layout.buckets) for model in asked] == [8, 8, 1]
+
+    run(body, 2)
+
+
+def test_a_reduction_that_may_keep_state_by_bucket_keeps_its_buckets() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(net(), transport=transport, reduction=Mean(chains=True))
+        train(model, transport.rank, PLAN_AT + 1)
+        assert model.bucket_plan is None
+
+    run(body, 2)
+
+
+def test_a_world_of_one_plans_nothing() -> None:
+    model = DDP(net(), transport=LocalTransport())
+    train(model, 0, PLAN_AT + 1)
+    assert model.bucket_plan is None
