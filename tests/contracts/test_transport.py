@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from paceline import collectives
 from paceline.collectives import LocalTransport, Op, ThreadWorld, TorchDistTransport, Transport, finish, run
+from paceline.collectives.choose import choose
+from paceline.collectives.shm import ShmTransport
 from paceline.errors import CollectiveMismatch, PeerAbsent, PeerLost, UsageError
 from tests.pool import Pool
 
@@ -174,10 +176,7 @@ def test_threads(case: Callable[[Transport], None], size: int) -> None:
     run(case, size)
 
 
-def all_cases(rank: int, size: int) -> dict[str, str]:
-    assert dist.group.WORLD is not None
-    transport = TorchDistTransport(dist.group.WORLD)
-    assert (transport.rank, transport.size, transport.group) == (rank, size, dist.group.WORLD)
+def faults_of(transport: Transport) -> dict[str, str]:
     faults = {}
     for case in CASES:
         try:
@@ -187,15 +186,50 @@ def all_cases(rank: int, size: int) -> dict[str, str]:
     return faults
 
 
+def show(case: Callable[[Transport], None], found: list[dict[str, str]]) -> None:
+    for rank, faults in enumerate(found):
+        assert case.__name__ not in faults, f"rank {rank}:\n{faults[case.__name__]}"
+
+
+def over_gloo(rank: int, size: int) -> dict[str, str]:
+    assert dist.group.WORLD is not None
+    transport = TorchDistTransport(dist.group.WORLD)
+    assert (transport.rank, transport.size, transport.group) == (rank, size, dist.group.WORLD)
+    return faults_of(transport)
+
+
 @pytest.fixture(scope="module")
 def gloo(procs: Pool) -> list[dict[str, str]]:
-    return procs(2).run(all_cases)
+    return procs(2).run(over_gloo)
 
 
 @every_case
 def test_gloo(case: Callable[[Transport], None], gloo: list[dict[str, str]]) -> None:
-    for rank, faults in enumerate(gloo):
-        assert case.__name__ not in faults, f"rank {rank}:\n{faults[case.__name__]}"
+    show(case, gloo)
+
+
+def over_shm(rank: int, size: int) -> dict[str, str]:
+    assert dist.group.WORLD is not None
+    transport = choose(TorchDistTransport(dist.group.WORLD), "shm", [CPU], 20)
+    assert isinstance(transport, ShmTransport)
+    assert (transport.rank, transport.size, transport.inline, transport.averages(CPU)) == (rank, size, True, True)
+    faults = faults_of(transport)
+    second = transport.apart(20)
+    faults |= faults_of(second)
+    second.close()
+    transport.close()
+    return faults
+
+
+@pytest.fixture(scope="module")
+def shm(procs: Pool) -> dict[int, list[dict[str, str]]]:
+    return {size: procs(size).run(over_shm) for size in (2, 3)}
+
+
+@every_case
+@pytest.mark.parametrize("size", [2, 3])
+def test_shm(case: Callable[[Transport], None], size: int, shm: dict[int, list[dict[str, str]]]) -> None:
+    show(case, shm[size])
 
 
 def in_a_subgroup(rank: int, size: int) -> list[float]:

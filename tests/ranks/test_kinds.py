@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.collectives import LocalTransport, Transport
+from paceline.collectives import Transport
 from paceline.collectives.threads import run
 from paceline.strategies.reduction import Wire
 from tests.models import DDP, Branches, Grads, assert_close, assert_same_bits, draw, grads, mean_grads, mlp, seeded
@@ -515,13 +515,16 @@ def test_a_module_that_is_wrapped_twice_is_reduced_once_by_the_one_called_last()
 
 
 def test_of_two_replicas_of_a_module_the_first_reduces_again_when_the_second_is_gone() -> None:
-    module = mlp(3, 4, 2)
-    one = DDP(module, transport=LocalTransport())
-    two = DDP(module, transport=LocalTransport())
-    summed(two, 0).backward()
-    del two
-    summed(module, 0).backward()
-    assert one._core.reductions == 1
+    def body(transport: Transport) -> None:
+        module = mlp(3, 4, 2)
+        one = DDP(module, transport=transport)
+        two = DDP(module, transport=transport)
+        summed(two, 0).backward()
+        del two
+        summed(module, 0).backward()
+        assert one._core.reductions == 1
+
+    run(body, 2)
 
 
 @pytest.mark.parametrize("part", [0, 1])

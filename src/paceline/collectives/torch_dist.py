@@ -28,6 +28,7 @@ from paceline.collectives.api import (
     check_root,
     describe,
 )
+from paceline.collectives.own_group import form_own_group, own_backends
 from paceline.collectives.peers import StoreCall
 from paceline.collectives.torch_work import Pin, SlicedWork, StagedWork, StreamWork, current_device
 from paceline.collectives.wait import finish
@@ -56,16 +57,17 @@ class TorchDistTransport:
         group: dist.ProcessGroup,
         *,
         watch: StoreWatch | None = None,
-        host_group: dist.ProcessGroup | None = None,
+        own_group: dist.ProcessGroup | None = None,
     ) -> None:
+        """`own_group` moves the bytes instead of `group`, over the same ranks: see `apart`."""
         if not isinstance(group, dist.ProcessGroup):
             raise UsageError(f"expected a process group that this rank is a member of, got {group!r}")
         self._group = group
-        self._host_group = host_group or group  # moves tensors in host memory
+        self._moves = own_group or group
         self._rank = group.rank()
         self._size = group.size()
         self._is_python = type(group) is not dist.ProcessGroup
-        self._pin = Pin(self._host_group)
+        self._pin = Pin(self._moves)
         self._backends: dict[torch.device, str] = {}
         self._recent: deque[Any] = deque(maxlen=16)
         self._watch = watch if watch is not None else watch_of(group)
@@ -110,7 +112,7 @@ class TorchDistTransport:
             return python_group.all_reduce(self._group, flat, native, self._size if mean_after else 1)
         options = AllreduceOptions()
         options.reduceOp = native
-        raw = self._group_for(flat).allreduce([_real(flat)], options)
+        raw = self._moves.allreduce([_real(flat)], options)
         return self._begun(raw, describe("all_reduce", flat, op.value), flat, self._size if mean_after else 1)
 
     def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
@@ -122,7 +124,7 @@ class TorchDistTransport:
             return python_group.broadcast(self._group, flat, root)
         options = BroadcastOptions()
         options.rootRank = root
-        raw = self._group_for(flat).broadcast([_real(flat)], options)
+        raw = self._moves.broadcast([_real(flat)], options)
         return self._begun(raw, describe("broadcast", flat, f"root={root}"), flat, 1)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
@@ -132,7 +134,7 @@ class TorchDistTransport:
             return StagedWork(self.all_gather(staged, part.to(current_device())), staged, out)
         if self._is_python:
             return python_group.all_gather(self._group, out, part)
-        raw = self._group_for(part)._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
+        raw = self._moves._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
         return self._begun(raw, describe("all_gather", part, ""), out, 1)
 
     def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
@@ -142,34 +144,29 @@ class TorchDistTransport:
             return StagedWork(self.exchange(staged, flat.to(current_device())), staged, out)
         if self._is_python:
             raise UsageError("a process group written in Python has no exchange; use a reduction that needs none")
-        group = self._group_for(flat)
-        raw = group.alltoall_base(_real(out.view(-1)), _real(flat.reshape(-1)), [], [], AllToAllOptions())
+        raw = self._moves.alltoall_base(_real(out.view(-1)), _real(flat.reshape(-1)), [], [], AllToAllOptions())
         return self._begun(raw, describe("exchange", flat, ""), out, 1)
 
     def apart(self, timeout_s: float | None = None) -> "TorchDistTransport":
-        """See `Transport.apart`. The first one to ask stays with the group itself; NCCL keeps one communicator."""
-        group, cpu = self._group, torch.device("cpu")
+        """See `Transport.apart`. The first one to ask stays with the group itself; each one after it gets connections
+        (gloo) and a communicator (NCCL) of its own."""
+        group = self._group
         store = store_of(group)
-        if store is None or "gloo" not in str(dist.get_backend_config(group)):
+        backends = own_backends(group)
+        if store is None or not backends:
             return self
         number = store.add(f"paceline/replicas/{self._rank}", 1)
         if number == 1:
             return self
         watch = watch_of(group, line=f"replica {number}")
         own_store = PrefixStore(f"paceline/replica {number}", store)
-        timeout = group._get_backend(cpu).options._timeout
-        # On a thread: the constructor blocks until every rank is there.
-        making = StoreCall(lambda _: dist.ProcessGroupGloo(own_store, self._rank, self._size, timeout))
+        # On a thread: gloo's constructor blocks until every rank is there.
+        making = StoreCall(lambda _: form_own_group(backends, own_store, self._rank, self._size))
         finish(making, what=f"the forming of replica {number}'s own group", watch=watch, timeout_s=timeout_s)
-        own = dist.ProcessGroup(own_store, self._rank, self._size)
-        own._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, making.result())
-        return TorchDistTransport(group, watch=watch, host_group=own)
+        return TorchDistTransport(group, watch=watch, own_group=making.result())
 
     def close(self) -> None:
         """The group belongs to whoever made it, so there is nothing to give back."""
-
-    def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        return self._host_group if tensor.device.type == "cpu" else self._group
 
     def _must_stage(self, tensor: torch.Tensor) -> bool:
         """Whether a host tensor meets a group that only moves device memory, as one formed with "nccl" alone does."""

@@ -62,6 +62,11 @@ class BucketSet:
             if slot.param.grad is None and not slot.held:
                 slot.used = slot.dirty = False
 
+    def note_unreduced(self) -> None:
+        """Note what a backward has left, where parameters are not hooked."""
+        for slot in self.slots:
+            slot.dirty = slot.param.grad is not None
+
     def hold_all(self) -> bool:
         """Hold every gradient that is visible. False, and nothing is done, if there is none, or one not of ours."""
         slots = [slot for slot in self.slots if slot.param.grad is not None]
@@ -78,6 +83,11 @@ class BucketSet:
 
     def first_with_gradient(self) -> str | None:
         return next((slot.meta.name for slot in self.slots if is_something(slot.param.grad)), None)
+
+    def drop_late(self) -> None:
+        for slot in self.slots:
+            if slot.late:
+                slot.param.grad = None
 
     def drop_gradients(self) -> None:
         for slot in self.slots:

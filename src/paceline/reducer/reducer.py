@@ -27,6 +27,7 @@ from paceline.reducer.graph import GraphMemory
 from paceline.reducer.ledger import StepLedger
 from paceline.reducer.planning import Planning
 from paceline.reducer.settings import ReducerSettings
+from paceline.reducer.settle import hand_back, settle
 from paceline.reducer.sharing import ParamHooks
 from paceline.reducer.weighting import Division, Weighting
 from paceline.trace import Moment, Trace
@@ -74,9 +75,9 @@ class Reducer:
         self._late = 0  # gradients that came after their bucket had left
         self.set = BucketSet(params, layout)
         self.planning = Planning(settings, transport, layout.params[0].device)
-        if not self._is_alone():
-            self.set.lay(transport)
         self._hooks = ParamHooks(self)
+        if not self._is_alone():
+            self._prepare()
 
     # ---- the way of a gradient
 
@@ -100,7 +101,7 @@ class Reducer:
                 self._begin(backward)
             slot.used = slot.dirty = True
             if backward.alone:
-                self._note_order(slot)
+                self._note_order(slot)  # that is all: see _is_alone
                 return None
             bucket = slot.bucket
             if not backward.syncs:
@@ -202,25 +203,15 @@ class Reducer:
 
         Returns the error to raise, the same on every rank, once everything is in its place again.
         """
-        slots, timeout_s = self.set.slots, self.settings.timeout_s
         if self.on_finished is not None:
             self.on_finished()
         if any(row.aborted for row in words):
-            for slot in slots:
-                slot.param.grad = None if slot.late else slot.param.grad
+            self.set.drop_late()
             return None if self._aborting else agreement.aborted_error(words)
-        division = self._division()
-        if any(row.late for row in words):
-            agreement.reduce_late(slots, self.transport, self.weighting.of_late(division), timeout_s)
-        weighted = any(row.mode is Mode.WEIGHTED for row in words)
-        self._rescale(Weighting.on_the_way_out(sum(row.weight for row in words) if weighted else None, division))
-        self.uses = None
-        error: Exception | None = None
-        if any(row.unused for row in words):
-            self.uses = agreement.count_uses(slots, self.transport, timeout_s)
-            if self.settings.unused == "error":
-                error = agreement.unused_error(slots, self.transport, timeout_s)
-        self._hand_back()
+        settled = settle(words, self.set, self.transport, self.weighting, self._division(), self.settings)
+        self.uses, error = settled.uses, settled.error
+        if not self.optimizes_in_backward:
+            hand_back(self.set, self.uses, lent=self._shadowing)
         if words[0].ready:
             self.planning.after_reduction(self.set, self.reduction, self.ready_order)
         self.ledger.reduced()
@@ -228,15 +219,6 @@ class Reducer:
         if any(row.graph_changed for row in words):
             error = error or self._graph_error or agreement.graph_error(words)
         return error
-
-    def _hand_back(self) -> None:
-        if self.optimizes_in_backward:
-            return
-        for bucket in self.set.buckets:
-            for slot in bucket.slots:
-                if not slot.asleep:
-                    used_somewhere = self.uses is None or self.uses[slot.index] > 0
-                    bucket.hand_back(slot, touched=used_somewhere and not self._shadowing)
 
     def _wait_for_buffer_hooks(self) -> None:
         for future in self.after_backward:
@@ -253,9 +235,12 @@ class Reducer:
         self.set.move_to_plan(self.transport)
         alone = self._is_alone()
         if not alone:
-            self._lay_if_needed()
+            self._prepare()
         syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap
-        return self._backwards.open(task, syncs=syncs, alone=alone)
+        backward = self._backwards.open(task, syncs=syncs, alone=alone)
+        if alone and not self._hooks:
+            self._begin(backward)
+        return backward
 
     def _begin(self, backward: Backward) -> None:
         """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""
@@ -270,7 +255,11 @@ class Reducer:
             self.ledger.window_open = True
 
     def _is_alone(self) -> bool:
-        """Whether the mean over all ranks is what autograd has made already, so that no bucket is needed."""
+        """Whether the mean over all ranks is what autograd has made already.
+
+        Then gradients stay where they are and there are no buckets. Nor are parameters hooked, unless someone wants to
+        know which of them took part: a world of one costs nothing over the bare module.
+        """
         return (
             self.transport.size == 1
             and self.reduction.trivial_alone
@@ -278,16 +267,20 @@ class Reducer:
             and not self.settings.hold
         )
 
-    def _lay_if_needed(self) -> None:
+    def _prepare(self) -> None:
+        """Have buckets, and hooks that fill them."""
         if not self.set.laid:
             self.set.lay(self.transport)
+        self._hooks.hang()
 
     def _at_end(self) -> None:
         with self._lock, torch.no_grad():
             backward = self._backwards.current
             if backward is None:
                 return
-            if backward.reduces:
+            if backward.alone and not self._hooks:
+                self._finish_alone(backward)
+            elif backward.reduces:
                 if not backward.delivered:  # the loss touched no parameter, but the other ranks wait
                     self._begin_reduction()
                 self._finish()
@@ -295,6 +288,17 @@ class Reducer:
                 self.on_finished()
                 self.set.show_all()
             self._backwards.close()
+
+    def _finish_alone(self, backward: Backward) -> None:
+        self.trace.stamp(Moment.BACKWARD_END, self.reductions)
+        if self.on_finished is not None:
+            self.on_finished()
+        if backward.syncs:
+            self._wait_for_buffer_hooks()
+            self.ledger.reduced()
+            self._reset()
+        else:
+            self.set.note_unreduced()
 
     def _begin_reduction(self) -> None:
         self.reductions += 1
@@ -322,11 +326,6 @@ class Reducer:
     def _division(self) -> Division:
         device = self.set.layout.params[0].device
         return Division(self.reduction.divides(self.transport, device), self.transport.size, self.divisor)
-
-    def _rescale(self, factor: float) -> None:
-        if factor != 1.0:
-            for bucket in self.set.buckets:
-                bucket.flat.mul_(factor)
 
     def _wait(self, work: Work, what: str) -> None:
         finish(work, what=what, watch=self.transport.watch, timeout_s=self.settings.timeout_s)
@@ -361,8 +360,11 @@ class Reducer:
     def before_forward(self, *, grads: bool, training: bool) -> None:
         """Forget a backward that failed, take up a new layout, and note that a step has begun."""
         with self._lock, torch.no_grad():
-            if any(slot.asleep for slot in self.set.slots):
-                self._hooks.wake()
+            if self._hooks:
+                if any(slot.asleep for slot in self.set.slots):
+                    self._hooks.wake()
+            elif self.settings.unused == "error" or self.settings.static_graph or not self._is_alone():
+                self._hooks.hang()
             if self._backwards.failed():
                 self.abandon()
             if grads and self._backwards.current is None:
@@ -397,7 +399,7 @@ class Reducer:
                 raise IllegalMove("gradients cannot be reduced while a backward runs; do it after loss.backward()")
             self.set.move_to_plan(self.transport)
             if not self._is_alone():
-                self._lay_if_needed()
+                self._prepare()
             self._begin_reduction()
             self._finish()
 
@@ -405,7 +407,7 @@ class Reducer:
         """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
         with self._lock, torch.no_grad():
             self.set.move_to_plan(self.transport)
-            self._lay_if_needed()
+            self._prepare()
             self._begin_reduction()
             self._shadowing = True
             for slot in self.set.slots:
@@ -443,6 +445,7 @@ class Reducer:
         with self._lock, torch.no_grad():
             if self._backwards.failed():
                 self.abandon()
+            self._prepare()
             if self.weighting.mode is Mode.WEIGHTED and self.set.hold_all():
                 return None
             stale = self.set.first_with_gradient()

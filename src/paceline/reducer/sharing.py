@@ -3,6 +3,7 @@
 from typing import Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer import autograd
 from paceline.reducer.bucket import GradSlot
@@ -24,8 +25,19 @@ class ParamHooks:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._slots = owner.set.slots
-        self._handles = [slot.param.register_post_accumulate_grad_hook(owner.on_grad_ready) for slot in self._slots]
-        self.wake()
+        self._handles: list[RemovableHandle] = []
+        self._closed = False
+
+    def hang(self) -> None:
+        """Hook every parameter. Nothing is done when they are hooked already, nor after `close`."""
+        if not self._handles and not self._closed:
+            hook = self._owner.on_grad_ready
+            self._handles = [slot.param.register_post_accumulate_grad_hook(hook) for slot in self._slots]
+            self.wake()
+
+    def __bool__(self) -> bool:
+        """Whether the parameters are hooked."""
+        return bool(self._handles)
 
     def wake(self) -> None:
         """Take the parameters over from the other replicas that hold them."""
@@ -39,12 +51,13 @@ class ParamHooks:
     def go_last(self) -> None:
         """Let the user's own hooks on a parameter run first, so that they see the gradient, and may change it."""
         for index, slot in enumerate(self._slots):
-            if list(autograd.hook_owners(slot.param))[-1:] != [self._owner]:
+            if self._handles and list(autograd.hook_owners(slot.param))[-1:] != [self._owner]:
                 self._handles[index].remove()
                 self._handles[index] = slot.param.register_post_accumulate_grad_hook(self._owner.on_grad_ready)
 
     def close(self) -> None:
         """Remove every hook, and leave shared parameters to the replica that was made last before this one."""
+        self._closed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

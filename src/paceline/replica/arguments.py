@@ -12,7 +12,7 @@ from torch import nn
 from paceline.errors import UsageError
 
 CHOICES = {"init": ("broadcast", "verify"), "unused": ("zero", "error"), "bucket_plan": ("auto", "fixed")}
-TRANSPORTS = ("auto", "torch", "local")
+TRANSPORTS = ("auto", "torch", "shm", "two-level", "local")
 
 
 @dataclass(frozen=True, slots=True)

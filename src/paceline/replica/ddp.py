@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from paceline.bucket_plan import Plan
 from paceline.collectives.api import Transport
+from paceline.collectives.choose import choose
 from paceline.collectives.local import LocalTransport
 from paceline.collectives.reduction import Reduction
 from paceline.collectives.torch_dist import TorchDistTransport
@@ -39,7 +40,9 @@ class DistributedDataParallel(TorchSurface):
         init: "broadcast" starts every replica from rank 0's values; "verify" overwrites nothing and raises
             `ReplicasDiffer` on every rank when values differ.
         overlap: reduce buckets while backward runs. With False, call `sync_gradients()` after backward.
-        transport: "auto" or "torch" for torch.distributed, or a `Transport`.
+        transport: "auto" takes shared memory for CPU tensors of ranks that share a host ("shm"), shared memory inside
+            hosts and torch.distributed between them ("two-level"), and torch.distributed otherwise ("torch").
+            Or a `Transport`.
         reduction: how a bucket is combined; the mean by default.
         bucket_plan: "auto" measures the first steps and cuts the buckets so that the last one is reduced soonest;
             "fixed" keeps torch's sizes, as `bucket_cap_mb` and `bucket_cap_mb_list` do when given.
@@ -123,8 +126,7 @@ class DistributedDataParallel(TorchSurface):
         self._manage(device_ids, output_device)
         if init_sync:
             self._start_equal(init, init_sync_buffers)
-        # Not for copies: a rank may make one for itself.
-        self._transport = self._transport.apart(timeout)
+        self._take_own_transport()
         self._build()
         if static_graph:
             self._set_static_graph()
@@ -148,6 +150,17 @@ class DistributedDataParallel(TorchSurface):
         stock = type(self.process_group) is torch.distributed.ProcessGroup
         alone = transport == "local" or (stock and self.process_group.size() == 1)
         self._transport = LocalTransport() if alone else TorchDistTransport(self.process_group)
+
+    def _take_own_transport(self) -> None:
+        """The transport that the collectives of this replica alone go over. Not for copies: a rank may make one for
+        itself, and this is agreed by all ranks."""
+        timeout_s = self._settings.timeout_s
+        if isinstance(self._transport, TorchDistTransport):
+            devices = {param.device for param in self._module_parameters}
+            self._transport = choose(self._transport, self._transport_choice, devices, timeout_s)
+            weakref.finalize(self, self._transport.close)
+        else:
+            self._transport = self._transport.apart(timeout_s)
 
     def _check_same_model(self, init: str) -> None:
         ignored = self.parameters_to_ignore

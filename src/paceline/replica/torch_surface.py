@@ -47,6 +47,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         def _build(self) -> None: ...
         def _manage(self, device_ids: Any, output_device: Any) -> None: ...
         def _join_world(self, transport: Any, process_group: Any, device_mesh: Any) -> None: ...
+        def _take_own_transport(self) -> None: ...
 
     def _init_torch_attributes(self, module: nn.Module, check_reduction: bool, delayed: Iterable[Any]) -> None:
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -192,7 +193,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         self._core.abandon()
         if new_process_group != dist.GroupMember.NON_GROUP_MEMBER:
             self._join_world("auto", new_process_group, None)
-            self._transport = self._transport.apart()
+            self._take_own_transport()
             self._core.move_to(self._transport)
 
     def _remove_autograd_hooks(self) -> None:

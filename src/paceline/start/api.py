@@ -47,7 +47,7 @@ def init(
     chosen = world.device if device is None else _device(device)
     if not formed:
         # All that can be refused has been: from here on others may wait for this rank.
-        _form(world, backend or _default_backend(), timeout)
+        _form(world, backend or _default_backend(), timeout, chosen)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return replace(world, device_name=str(chosen))
@@ -110,7 +110,7 @@ def _default_backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
-def _form(world: World, backend: str, timeout: float) -> None:
+def _form(world: World, backend: str, timeout: float, device: torch.device) -> None:
     started = time.monotonic()
     store = meet(world, timeout)
     # gloo connects inside the constructor and cannot be interrupted there; a rank that dies after it announced itself
@@ -118,7 +118,13 @@ def _form(world: World, backend: str, timeout: float) -> None:
     left = max(1.0, timeout - (time.monotonic() - started))
     try:
         dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=left)
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=left),
+            # NCCL then connects here, where a failure is told as one, and not inside the first backward.
+            device_id=device if device.type == "cuda" and "nccl" in backend else None,
         )
     except (RuntimeError, ValueError) as error:
         _forget_failed_group()

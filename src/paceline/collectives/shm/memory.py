@@ -1,0 +1,119 @@
+"""Memory that several processes map. It has no name: a memfd is gone with the last process that holds it."""
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from paceline.errors import SharedMemoryFull
+
+Buffer = ctypes.Array[ctypes.c_char]
+PAGE = 4096
+WORTH_ASKING = 1 << 20  # below this, asking how much memory is left costs more than it saves
+
+
+class Descriptor:
+    """A file descriptor that is closed when nobody needs it any more."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def create(nbytes: int, what: str) -> Descriptor:
+    """A memfd of `nbytes` whose pages exist: what cannot be had is refused here, not by a SIGBUS later."""
+    if nbytes >= WORTH_ASKING:
+        _check_room(nbytes, what)
+    try:
+        memory = Descriptor(os.memfd_create("paceline", os.MFD_CLOEXEC))
+        os.ftruncate(memory.number, nbytes)
+        os.posix_fallocate(memory.number, 0, nbytes)
+    except OSError as error:
+        raise _full(nbytes, what, str(error.strerror)) from error
+    return memory
+
+
+def map_shared(memory: Descriptor, nbytes: int, *, populate: bool, freed: Callable[[], None] | None = None) -> Buffer:
+    """Map a memfd. The buffer unmaps itself when it is collected; `freed` is called just before.
+
+    Why not `mmap.mmap`
+    -------------------
+    It keeps a descriptor open for as long as the mapping lives (until Python 3.13), one per bucket and peer: 64 ranks
+    would run into the usual limit of 1024. And it tells a weak reference of its end only after the address is free, so
+    that another thread may already have got new memory there, which would then be taken for ours.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, memory.number, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        raise _full(nbytes, "a mapping", os.strerror(ctypes.get_errno()))
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    # Not at exit: tensors may outlive the interpreter's last Python code, and the kernel unmaps anyway.
+    weakref.finalize(buffer, _unmap, libc.munmap, address, nbytes, freed).atexit = False
+    return buffer
+
+
+def _unmap(munmap: Callable[[int, int], int], address: int, nbytes: int, freed: Callable[[], None] | None) -> None:
+    if freed is not None:
+        freed()
+    munmap(address, nbytes)
+
+
+def tensor_of(buffer: Buffer) -> torch.Tensor:
+    """The bytes of a buffer, kept mapped for as long as the tensor or a view of it lives."""
+    with torch.inference_mode(False):  # or the tensor could not be written outside of it
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def loose_tensor_of(buffer: Buffer) -> torch.Tensor:
+    """The bytes of a buffer, without keeping it mapped."""
+    return tensor_of((ctypes.c_char * len(buffer)).from_address(ctypes.addressof(buffer)))
+
+
+def _check_room(nbytes: int, what: str) -> None:
+    """Refuse what would bring the kernel's out-of-memory killer: pages of a memfd are promised without limit."""
+    free = _free_memory()
+    if free is not None and nbytes > free:
+        raise _full(nbytes, what, f"this machine has {free:,} bytes available")
+    limit = _group_limit()
+    if limit is not None and nbytes > limit:
+        raise _full(nbytes, what, f"the control group of this process may use {limit:,} bytes in all")
+
+
+def _free_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    available = sizes.get("MemAvailable")
+    return None if available is None else available + sizes.get("SwapFree", 0)
+
+
+def _group_limit() -> int | None:
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+        text = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.max").read_text().strip()
+    except OSError:  # no control groups of the second kind, or no limit in this one
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _full(nbytes: int, what: str, why: str) -> SharedMemoryFull:
+    return SharedMemoryFull(f"could not get {nbytes:,} bytes of shared memory for {what}: {why}; free memory first")
