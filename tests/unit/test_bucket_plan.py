@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -29,6 +30,8 @@ from paceline.layout import MIB, BucketCaps, ParamMeta, cap_groups, lay_groups, 
 KIB = 1024
 CPU = torch.device("cpu")
 CLOSE = 1e-9
+
+exact = partial(plan_boundaries, reserve=1.0)
 
 
 def curve(*gradients: tuple[float, int], end: float = 0.0, kinds: Sequence[Any] = ()) -> ReadyCurve:
@@ -59,21 +62,21 @@ def end_by_formula(groups: Sequence[Sequence[int]], times: ReadyCurve, cost: Cos
 
 
 def test_a_slow_start_of_reductions_asks_for_one_bucket() -> None:
-    plan = plan_boundaries(curve((0.01, KIB), (0.02, KIB), (0.03, KIB)), Cost(1.0, 0.0))
+    plan = exact(curve((0.01, KIB), (0.02, KIB), (0.03, KIB)), Cost(1.0, 0.0))
     assert plan.groups == ((0, 1, 2),)
     assert plan.predicted_exposed_s == pytest.approx(1.0)
 
 
 def test_the_last_bucket_is_small_when_earlier_ones_have_time_to_fly() -> None:
     times = curve((0.1, 10 * MIB), (0.2, 10 * MIB), (0.9, MIB), (1.0, MIB))
-    plan = plan_boundaries(times, Cost(0.001, 1e-8))  # about 0.01 s per MiB
+    plan = exact(times, Cost(0.001, 1e-8))  # about 0.01 s per MiB
     assert plan.groups == ((0, 1), (2,), (3,)), "0 and 1 apart would not end sooner"
     assert plan.predicted_exposed_s == pytest.approx(0.001 + 1e-8 * MIB)
 
 
 def test_a_slow_link_is_kept_busy_from_the_first_gradient() -> None:
     times = curve((0.1, 10 * MIB), (0.2, 10 * MIB), (0.3, 10 * MIB))
-    plan = plan_boundaries(times, Cost(0.0, 1e-7))  # about 1 s per bucket
+    plan = exact(times, Cost(0.0, 1e-7))  # about 1 s per bucket
     assert plan.groups == ((0,), (1, 2))
     assert plan.predicted_exposed_s == pytest.approx(0.1 + 3 * 10 * MIB * 1e-7 - 0.3)
 
@@ -140,6 +143,22 @@ def test_a_plan_says_what_it_is() -> None:
 def test_an_impossible_cost_is_refused(bad: tuple[float, float]) -> None:
     with pytest.raises(UsageError, match="expected a finite time of zero or more"):
         Cost(*bad)
+
+
+def test_a_plan_with_a_reserve_bears_slower_reductions() -> None:
+    times = curve(*[(0.01 * index, 4 * MIB) for index in range(1, 28)], (0.271, 256 * KIB))
+    cost = Cost(3e-4, 1e-9)
+    tight, wide = exact(times, cost), plan_boundaries(times, cost)
+    assert wide.predicted_exposed_s == pytest.approx(tight.predicted_exposed_s, abs=1e-3)
+    half_as_long_again = cost.slower(1.5)
+    late = Plan.of(tight.groups, times, half_as_long_again).predicted_exposed_s
+    assert Plan.of(wide.groups, times, half_as_long_again).predicted_exposed_s < late / 5
+
+
+@pytest.mark.parametrize("bad", [0.5, 0, float("nan"), float("inf")], ids=str)
+def test_an_impossible_reserve_is_refused(bad: float) -> None:
+    with pytest.raises(UsageError, match="a reserve of 1.0"):
+        plan_boundaries(curve((0.1, KIB)), Cost(0, 0), reserve=bad)
 
 
 def test_an_impossible_limit_is_refused() -> None:
@@ -237,7 +256,7 @@ def curves(draw: st.DrawFn, max_size: int = 9, kinds: Sequence[Any] = (0,)) -> R
 def test_no_partition_ends_sooner_and_none_as_soon_has_fewer_buckets(
     times: ReadyCurve, cost: Cost, limit: int | None
 ) -> None:
-    plan = plan_boundaries(times, cost, max_bucket_bytes=limit)
+    plan = exact(times, cost, max_bucket_bytes=limit)
     ends = {}
     for groups in partitions(len(times.gradients)):
         bytes_of = [sum(times.gradients[param].nbytes for param in group) for group in groups]
@@ -254,7 +273,7 @@ def test_no_bucket_size_of_torch_ends_sooner(times: ReadyCurve, cost: Cost, cap:
     metas = [ParamMeta("p", (g.nbytes,), (1,), torch.uint8, CPU) for g in times.gradients]
     layout = plan_layout(metas, range(len(metas)), cap)
     torchs = Plan.of([[slot.param for slot in bucket.slots] for bucket in layout.buckets], times, cost)
-    assert plan_boundaries(times, cost).predicted_exposed_s <= torchs.predicted_exposed_s + TIE_S + CLOSE
+    assert exact(times, cost).predicted_exposed_s <= torchs.predicted_exposed_s + TIE_S + CLOSE
 
 
 MIXED = ("half", "single", None)
@@ -284,7 +303,7 @@ def test_several_kinds_end_no_later_than_with_torchs_default_sizes(times: ReadyC
     items = [(g.param, g.kind, g.nbytes) for g in times.gradients]
     for default in (BucketCaps((1 * MIB, 25 * MIB)), BucketCaps((2**60,))):
         torchs = Plan.of(cap_groups(items, default), times, cost)
-        assert plan_boundaries(times, cost).predicted_exposed_s <= torchs.predicted_exposed_s + 3 * TIE_S
+        assert exact(times, cost).predicted_exposed_s <= torchs.predicted_exposed_s + 3 * TIE_S
 
 
 @given(times=curves(20, MIXED), cost=costs)
@@ -301,13 +320,28 @@ def test_the_prediction_is_above_what_no_plan_can_beat(times: ReadyCurve, cost: 
 
 @given(times=curves(20), cost=costs, factor=st.floats(1, 10))
 def test_a_dearer_transport_is_never_predicted_to_be_faster(times: ReadyCurve, cost: Cost, factor: float) -> None:
-    exposed = plan_boundaries(times, cost).predicted_exposed_s
+    exposed = exact(times, cost).predicted_exposed_s
     for dearer in (
         cost.slower(factor),
         Cost(cost.alpha_s * factor, cost.beta_s_per_byte),
         Cost(cost.alpha_s, cost.beta_s_per_byte * factor),
     ):
-        assert plan_boundaries(times, dearer).predicted_exposed_s >= exposed - TIE_S - CLOSE
+        assert exact(times, dearer).predicted_exposed_s >= exposed - TIE_S - CLOSE
+
+
+@given(times=curves(20, MIXED[:2]), cost=costs, reserve=st.floats(1, 4))
+def test_a_reserve_is_kept_where_it_costs_less_than_it_may_save(times: ReadyCurve, cost: Cost, reserve: float) -> None:
+    slower = cost.slower(reserve)
+    late = ReadyCurve(times.gradients, 0.0)  # exposed is then the end itself
+
+    def mean_end(groups: Any) -> float:
+        return sum(Plan.of(groups, late, each).predicted_exposed_s for each in (cost, slower)) / 2
+
+    kept = mean_end(plan_boundaries(times, cost, reserve=reserve).groups)
+    if len({gradient.kind for gradient in times.gradients}) == 1:
+        assert kept <= min(mean_end(exact(times, each).groups) for each in (cost, slower)) + TIE_S + CLOSE
+    items = [(g.param, g.kind, g.nbytes) for g in times.gradients]
+    assert kept <= mean_end(cap_groups(items, BucketCaps((1 * MIB, 25 * MIB)))) + 3 * TIE_S
 
 
 # ---- many parameters
@@ -325,10 +359,10 @@ def test_many_parameters_are_planned_at_a_loss_that_is_known(
     seed: int, beta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times, cost = many(700, seed), Cost(1e-4, beta)
-    coarse = plan_boundaries(times, cost)
+    coarse = exact(times, cost)
     monkeypatch.setattr("paceline.bucket_plan.cuts.MAX_PIECES", 10_000)
-    exact = plan_boundaries(times, cost)
-    loss = coarse.predicted_exposed_s - exact.predicted_exposed_s
+    fine = exact(times, cost)
+    loss = coarse.predicted_exposed_s - fine.predicted_exposed_s
     assert -TIE_S - CLOSE <= loss <= beta * times.nbytes / MAX_PIECES + TIE_S
 
 

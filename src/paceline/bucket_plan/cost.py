@@ -27,7 +27,7 @@ class Cost:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
     def slower(self, factor: float) -> "Cost":
-        """The cost with a reserve: planned for reductions that take `factor` times as long."""
+        """The cost of reductions that take `factor` times as long."""
         return Cost(self.alpha_s * factor, self.beta_s_per_byte * factor, self.inline)
 
 

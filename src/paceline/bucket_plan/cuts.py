@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -45,31 +45,46 @@ def end_of(buckets: Iterable[Timed], cost: Cost) -> float:
     return end
 
 
-def plan_one_kind(gradients: Sequence[Ready], cost: Cost, limit: float) -> list[list[int]]:
-    """The consecutive groups that end first, and of those the fewest."""
+def plan_one_kind(gradients: Sequence[Ready], costs: Sequence[Cost], limit: float) -> list[list[int]]:
+    """The consecutive groups that end first, on average over `costs`, and of those the fewest. Exact for one cost."""
     pieces = _pieces(gradients, limit)
-    return [[gradient.param for piece in run for gradient in piece] for run in _cut(pieces, cost, limit)]
+    timed = [Timed.of(piece) for piece in pieces]
+    ready = list(accumulate((piece.ready_s for piece in timed), max))
+    sums = [0, *accumulate(piece.nbytes for piece in timed)]
+    tried = [cuts for cost in costs for cuts in _candidates(ready, sums, cost, limit)]
+    buckets = [[Timed((), ready[b - 1], sums[b] - sums[a], 0) for a, b in pairwise(cuts)] for cuts in tried]
+    best = tried[_best(buckets, costs)]
+    return [[gradient.param for piece in pieces[a:b] for gradient in piece] for a, b in pairwise(best)]
 
 
-def plan_mixed(gradients: Sequence[Ready], cost: Cost, limit: float) -> list[list[int]]:
+def plan_mixed(gradients: Sequence[Ready], costs: Sequence[Cost], limit: float) -> list[list[int]]:
     """The best of: cuts that all kinds share, and sizes that each kind counts for itself. Then buckets are joined."""
     by_param = {gradient.param: gradient for gradient in gradients}
     items = [(gradient.param, gradient.kind, gradient.nbytes) for gradient in gradients]
     tried = [cap_groups(items, caps, limit) for caps in (_NO_CAP, BucketCaps.from_mib(None, None))]
     for count in (1, len({gradient.kind for gradient in gradients})):  # α once per cut, or once per kind
-        shared = plan_one_kind(gradients, Cost(cost.alpha_s * count, cost.beta_s_per_byte), limit)
-        cuts = pairwise([0, *accumulate(map(len, shared))])
+        dearer = [Cost(cost.alpha_s * count, cost.beta_s_per_byte) for cost in costs]
+        cuts = pairwise([0, *accumulate(map(len, plan_one_kind(gradients, dearer, limit)))])
         tried.append([group for start, end in cuts for group in cap_groups(items[start:end], _NO_CAP)])
     timed = [[Timed.of([by_param[param] for param in group]) for group in groups] for groups in tried]
-    joined = [_joined(buckets, cost, limit) for buckets in timed]
-    earliest = min(end_of(buckets, cost) for buckets in joined)
-    best = min((buckets for buckets in joined if end_of(buckets, cost) <= earliest + TIE_S), key=len)
-    return [list(bucket.params) for bucket in best]
+    joined = [_joined(buckets, costs, limit) for buckets in timed]
+    return [list(bucket.params) for bucket in joined[_best(joined, costs)]]
 
 
-def _joined(buckets: list[Timed], cost: Cost, limit: float) -> list[Timed]:
+def _mean_end(buckets: Sequence[Timed], costs: Sequence[Cost]) -> float:
+    return sum(end_of(buckets, cost) for cost in costs) / len(costs)
+
+
+def _best(tried: Sequence[Sequence[Timed]], costs: Sequence[Cost]) -> int:
+    """Which of `tried` ends first, and of those that do has the fewest buckets."""
+    ends = [_mean_end(buckets, costs) for buckets in tried]
+    bound = min(ends) + TIE_S
+    return min((len(buckets), number) for number, buckets in enumerate(tried) if ends[number] <= bound)[1]
+
+
+def _joined(buckets: list[Timed], costs: Sequence[Cost], limit: float) -> list[Timed]:
     """Join each bucket with the next of its kind where that does not delay the end."""
-    bound = end_of(buckets, cost) + TIE_S
+    bound = _mean_end(buckets, costs) + TIE_S
     place = 0
     while place < len(buckets):
         bucket = buckets[place]
@@ -78,7 +93,7 @@ def _joined(buckets: list[Timed], cost: Cost, limit: float) -> list[Timed]:
         if partner is not None and bucket.nbytes + buckets[partner].nbytes <= limit:
             joined = bucket.and_then(buckets[partner])
             tried = [*buckets[:place], *buckets[place + 1 : partner], joined, *buckets[partner + 1 :]]
-            if end_of(tried, cost) <= bound:
+            if _mean_end(tried, costs) <= bound:
                 buckets = tried
                 continue
         place += 1
@@ -101,27 +116,31 @@ def _pieces(gradients: Sequence[Ready], limit: float) -> list[list[Ready]]:
     return pieces
 
 
-def _cut(pieces: Sequence[Sequence[Ready]], cost: Cost, limit: float) -> list[list[Sequence[Ready]]]:
-    """The best runs of consecutive pieces.
+def _candidates(ready: Sequence[float], sums: Sequence[int], cost: Cost, limit: float) -> Iterator[list[int]]:
+    """Cuts to choose from: the best with at most 1, 2, 3, … buckets, up to the number that ends as early as any, and
+    those where every bucket ends as early as it can.
 
-    First the earliest end with any number of buckets, then the smallest number that reaches it. The second question
-    has to be asked of the whole: a prefix may end later than it could, with fewer buckets, if the next bucket has to
-    wait for its gradients anyway.
+    Among the former is the smallest number of buckets that ends first. It has to be asked of the whole: a prefix may
+    end later than it could, with fewer buckets, if the next bucket has to wait for its gradients anyway.
     """
-    ready = list(accumulate((max(gradient.ready_s for gradient in piece) for piece in pieces), max))
-    sums = [0, *accumulate(sum(gradient.nbytes for gradient in piece) for piece in pieces)]
-    best, best_starts = _earliest_ends(None, ready, sums, cost, limit)
-    ends = [0.0] + [math.inf] * len(pieces)
+    count = len(ready)
+    best, starts = _earliest_ends(None, ready, sums, cost, limit)
+    yield _traced([starts] * count, count)
+    ends = [0.0] + [math.inf] * count
     steps: list[list[int]] = []
     while ends[-1] > best[-1] + TIE_S and len(steps) < MAX_PIECES:
         ends, starts = _earliest_ends(ends, ready, sums, cost, limit)
         steps.append(starts)
-    if ends[-1] > best[-1] + TIE_S:  # a limit asks for more buckets than that
-        steps = [best_starts] * len(pieces)
-    cuts = [len(pieces)]
+        if ends[-1] < math.inf:
+            yield _traced(list(steps), count)
+
+
+def _traced(steps: list[list[int]], end: int) -> list[int]:
+    """The cuts, from the best beginning of each bucket, for every end, in every step."""
+    cuts = [end]
     while cuts[-1] > 0:
         cuts.append(steps.pop()[cuts[-1]])
-    return [list(pieces[start:end]) for start, end in pairwise(reversed(cuts))]
+    return cuts[::-1]
 
 
 def _earliest_ends(

@@ -23,6 +23,7 @@ Groups = tuple[tuple[int, ...], ...]  # parameter indices of each bucket, in the
 
 # A bucket of this size is still in the caches of the core that has just written it; see `_plan_inline`.
 INLINE_BUCKET_BYTES = 2 * MIB
+RESERVE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +61,32 @@ class Plan:
         )
 
 
-def plan_boundaries(curve: ReadyCurve, cost: Cost, *, max_bucket_bytes: int | None = None) -> Plan:
+def plan_boundaries(
+    curve: ReadyCurve, cost: Cost, *, max_bucket_bytes: int | None = None, reserve: float = RESERVE
+) -> Plan:
     """The buckets whose last reduction ends first, and of those the fewest.
 
-    Exact (up to MAX_PIECES and TIE_S) when all gradients are of one kind. Gradients of several kinds interleave, and
-    there the best of some partitions is taken, torch's default sizes among them. No bucket is above
-    `max_bucket_bytes`, unless a single gradient is.
+    `reserve=1.0` takes the cost at its word, and then the plan is exact (up to MAX_PIECES and TIE_S) when all gradients
+    are of one kind. Gradients of several kinds interleave, and there the best of some partitions is taken, torch's
+    default sizes among them. No bucket is above `max_bucket_bytes`, unless a single gradient is.
+
+    Why a reserve
+    -------------
+    The fewest buckets that end first leave no slack: each is cut so late that it is through just when the next is full.
+    If reductions then take half as long again as was measured on a quiet transport, the delays add up to more than any
+    plan has saved. So plans are compared by the mean of their ends, at the cost and at `reserve` times it.
     """
     if max_bucket_bytes is not None and max_bucket_bytes <= 0:
         raise UsageError(f"expected max_bucket_bytes above zero, got {max_bucket_bytes}; None means no limit")
+    if not 1.0 <= reserve < math.inf:
+        raise UsageError(f"expected a reserve of 1.0 (none) or more, got {reserve}")
     limit = math.inf if max_bucket_bytes is None else max_bucket_bytes
     if cost.inline:
         return Plan.of(_plan_inline(curve.gradients, cost, limit), curve, cost)
     kinds = {gradient.kind for gradient in curve.gradients}
-    one_kind = len(kinds) <= 1 and None not in kinds
-    groups = (plan_one_kind if one_kind else plan_mixed)(curve.gradients, cost, limit)
-    return Plan.of(groups, curve, cost)
+    plan = plan_one_kind if len(kinds) <= 1 and None not in kinds else plan_mixed
+    costs = [cost] if reserve == 1.0 else [cost, cost.slower(reserve)]
+    return Plan.of(plan(curve.gradients, costs, limit), curve, cost)
 
 
 def encode_groups(groups: Iterable[Sequence[int]]) -> list[int]:

@@ -163,7 +163,13 @@ class TorchDistTransport:
         # On a thread: gloo's constructor blocks until every rank is there.
         making = StoreCall(lambda _: form_own_group(backends, own_store, self._rank, self._size))
         finish(making, what=f"the forming of replica {number}'s own group", watch=watch, timeout_s=timeout_s)
-        return TorchDistTransport(group, watch=watch, own_group=making.result())
+        apart = TorchDistTransport(group, watch=watch, own_group=making.result())
+        if "nccl" in backends:
+            # NCCL connects in the first collective. Were that in a backward, ranks could do it for two replicas in
+            # two orders, and wait for each other without end.
+            first = torch.zeros(1, device=current_device())
+            finish(apart.all_reduce(first), what=f"replica {number}'s first collective", watch=watch)
+        return apart
 
     def close(self) -> None:
         """The group belongs to whoever made it, so there is nothing to give back."""

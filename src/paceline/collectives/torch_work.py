@@ -109,7 +109,8 @@ class StreamWork:
         self._ordered = False
 
     def done(self) -> bool:
-        return bool(self._raw.is_completed())
+        # While a CUDA graph is captured nothing runs yet, and asking an event would end the capture.
+        return not torch.cuda.is_current_stream_capturing() and bool(self._raw.is_completed())
 
     def wait(self, seconds: float) -> bool:
         if not self._ordered:

@@ -25,20 +25,27 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The mean, sent in `dtype` (e.g. bfloat16): half the bytes of float32, and its rounding."""
+    """The mean, sent in `dtype` (e.g. bfloat16): half the bytes of float32, and its rounding.
+
+    Rows of sparse gradients are sent as they are, because torch does not add them in every type.
+    """
 
     dtype: torch.dtype
     chains: bool = False
     trivial_alone: bool = False
 
     def divides(self, transport: Transport, device: torch.device) -> bool:
-        return False
+        # float16 ends at 65504, and a transport may add before it divides.
+        return self.dtype is not torch.float16 and transport.averages(device)
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
         full = bucket.buffer()
+        op = Op.MEAN if self.divides(transport, full.device) else Op.SUM
+        if full.is_sparse:
+            return Flight(transport.all_reduce(full, op))
         narrow = full.to(self.dtype)
 
         def land() -> None:
             full.copy_(narrow)
 
-        return Flight(transport.all_reduce(narrow), land)
+        return Flight(transport.all_reduce(narrow, op), land)

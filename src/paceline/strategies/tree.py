@@ -1,0 +1,70 @@
+"""Sums whose order of additions is fixed: one binary tree over numbered parts.
+
+The tree over n parts is the balanced one over the next power of two, with missing leaves left out. For n = 6:
+
+            ┌───────┴───────┐
+        ┌───┴───┐       ┌───┴
+      ┌─┴─┐   ┌─┴─┐   ┌─┴─┐
+      0   1   2   3   4   5
+
+So the sum of an aligned block (a power of two of parts, beginning at a multiple of it) is a node of the tree, whoever
+holds which parts and however many there are: a rank that holds a block may add it up itself, and the bits stay equal.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from paceline.errors import UsageError
+
+Block = tuple[int, int]  # the first part, and the power of two of parts
+
+
+def aligned_blocks(first: int, count: int) -> Iterator[Block]:
+    """The fewest aligned blocks that hold the parts `first` to `first + count - 1`."""
+    end = first + count
+    while first < end:
+        width = first & -first or 1 << count.bit_length()
+        while first + width > end:
+            width //= 2
+        yield first, width
+        first += width
+
+
+def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the parts, in new memory, added in the order of the tree."""
+    return tree_sum_of_blocks({(number, 1): part for number, part in enumerate(parts)}, len(parts))
+
+
+def tree_sum_of_blocks(blocks: Mapping[Block, torch.Tensor], count: int) -> torch.Tensor:
+    """The same from the sums of aligned blocks that together hold each of `count` parts once.
+
+    Needs memory for one partial sum per level of the tree, at most.
+    """
+    width = 1
+    while width < count:
+        width *= 2
+    total, owned = _sum(blocks, 0, width, count)
+    if total is None or sum(max(0, min(first + size, count) - first) for first, size in blocks) != count:
+        raise UsageError(f"expected aligned blocks that hold each of {count} parts once, got {sorted(blocks)}")
+    return total if owned else total.clone()
+
+
+def _sum(blocks: Mapping[Block, torch.Tensor], first: int, width: int, count: int) -> tuple[torch.Tensor | None, bool]:
+    """The sum of one node, None if all its leaves are missing, and whether its memory is ours to add into."""
+    if first >= count:
+        return None, False
+    if (first, width) in blocks:
+        return blocks[first, width], False
+    if width == 1:
+        raise UsageError(f"expected a block that holds part {first} of {count}, got {sorted(blocks)}")
+    half = width // 2
+    left, left_owned = _sum(blocks, first, half, count)
+    right, right_owned = _sum(blocks, first + half, half, count)
+    if left is None or right is None:
+        return (left, left_owned) if right is None else (right, right_owned)
+    if left_owned:
+        return left.add_(right), True
+    if right_owned:
+        return right.add_(left), True  # the same bits: addition of two commutes
+    return left + right, True

@@ -1,0 +1,78 @@
+"""Reductions over real processes: equal on all ranks, and where the order is fixed, equal to those of threads."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.collectives import Transport
+from paceline.collectives.reduction import Reduction
+from paceline.collectives.threads import run
+from paceline.strategies.names import NAMES, by_name
+from paceline.strategies.power_sgd import PowerSGD
+from paceline.strategies.top_k import TopK
+from tests.models import DDP, Grads, assert_close, assert_same_bits, draw, grads, mlp, packed, unpacked, values
+from tests.pool import Pool
+
+TRANSPORTS = ["torch", "shm"]
+
+
+def reduction_of(name: str) -> Reduction:
+    if name == "powersgd":
+        return PowerSGD(rank=2, start_step=2)
+    return TopK(0.1) if name == "topk" else by_name(name)
+
+
+def train(model: Any, rank: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(8):
+        optimizer.zero_grad()
+        model(draw(100 * step + rank, 4, 16)).square().mean().backward()
+        optimizer.step()
+
+
+def trained(rank: int, size: int, name: str, transport: str) -> bytes:
+    model = DDP(mlp(16, 32, 16, 4), reduction=reduction_of(name), transport=transport, bucket_cap_mb=1e-3)
+    train(model, rank)
+    return packed(values(model))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_reduction_trains_alike_on_real_ranks_and_threads(procs: Pool, name: str, transport: str) -> None:
+    results = [unpacked(result) for result in procs(2).run(trained, name, transport)]
+    assert_same_bits(results[0], results[1])
+
+    def body(transport: Transport) -> Grads:
+        model = DDP(mlp(16, 32, 16, 4), reduction=reduction_of(name), transport=transport, bucket_cap_mb=1e-3)
+        train(model, transport.rank)
+        return dict(values(model))
+
+    on_threads = run(body, 2)[0]
+    if name == "powersgd":  # the arithmetic of matrices may differ between a process with one thread and this one
+        assert_close(results[0], on_threads, rtol=1e-2, atol=1e-3)
+    else:
+        assert_same_bits(results[0], on_threads)
+
+
+def rough_grads(transport_rank: int, **settings: Any) -> Grads:
+    """Gradients of very different sizes, so that every order of additions has its own bits."""
+    model = DDP(mlp(5, 7, 3), reduction=by_name("fixed-order"), **settings)
+    factor = 10.0 ** (transport_rank - 1)
+    (model(draw(transport_rank, 3, 5)).sum() * factor).backward()
+    return grads(model)
+
+
+def ordered(rank: int, size: int, cap: float, transport: str) -> bytes:
+    return packed(rough_grads(rank, bucket_cap_mb=cap, transport=transport))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_fixed_order_has_the_bits_of_threads_whatever_the_buckets(procs: Pool, transport: str) -> None:
+    def body(transport: Transport) -> Grads:
+        return rough_grads(transport.rank, transport=transport)
+
+    expected = run(body, 3)[0]
+    for cap in (1e-6, 25):
+        for result in procs(3).run(ordered, cap, transport):
+            assert_same_bits(unpacked(result), expected)
