@@ -1,0 +1,76 @@
+"""Who takes part. Nothing here loads torch: a contender's module is imported in the contender's own processes."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from paceline.bench.spec import ContenderName
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to train the model."""
+
+    name: str
+    about: str
+    module: str  # under paceline.bench.contenders; its `build` makes the trainee
+    needs: tuple[str, ...] = ()  # modules beyond torch
+    one_process: bool = False  # with the batches of all ranks
+    synchronises: bool = True
+    same_weights: bool = True  # starts from the same weights as the others
+    launcher: str = "plain"  # or "mpiexec"
+    task: str = "torch"  # or "tensorflow"
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+    def missing(self) -> tuple[str, ...]:
+        return tuple(name for name in self.needs if find_spec(name) is None)
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("floor", "no synchronisation", "torch_ways", synchronises=False),
+        Contender("paceline", "paceline.DistributedDataParallel", "ours"),
+        Contender("paceline-torch", 'paceline with transport="torch"', "ours"),
+        Contender("torch", "torch DDP, gradient_as_bucket_view=True", "torch_ways"),
+        Contender("fsdp2", "torch fully_shard", "torch_ways"),
+        Contender("replicate", "torch replicate", "torch_ways"),
+        Contender("single", "one process, the same global batch", "torch_ways", one_process=True),
+        Contender(
+            "dataparallel",
+            "torch.nn.DataParallel, one process, the same global batch; on a CPU it is the bare module",
+            "torch_ways",
+            one_process=True,
+        ),
+        Contender("accelerate", "Hugging Face Accelerate", "clients", needs=("accelerate",)),
+        Contender("fabric", "Lightning Fabric, strategy=ddp", "clients", needs=("lightning_fabric",)),
+        Contender("deepspeed1", "DeepSpeed ZeRO stage 1", "deepspeed", needs=("deepspeed",)),
+        Contender("deepspeed2", "DeepSpeed ZeRO stage 2", "deepspeed", needs=("deepspeed",)),
+        Contender("fusion", "tensor fusion on a background thread, as Horovod does", "fusion"),
+        Contender(
+            "mpi4py",
+            "one flat MPI all-reduce after backward",
+            "mpi",
+            needs=("mpi4py",),
+            launcher="mpiexec",
+            devices=("cpu",),
+        ),
+        Contender(
+            "tensorflow",
+            "TensorFlow MultiWorkerMirroredStrategy, own weights",
+            "tensorflow",
+            needs=("tensorflow",),
+            same_weights=False,
+            task="tensorflow",
+            devices=("cpu",),
+        ),
+    )
+}
+
+
+def find_contender(text: str) -> Contender:
+    """The contender that `text` (a name, perhaps with arguments) names."""
+    name = ContenderName.parse(text).name
+    if name not in CONTENDERS:
+        raise UsageError(f"there is no contender {name!r}; expected some of {', '.join(CONTENDERS)}, or all")
+    return CONTENDERS[name]

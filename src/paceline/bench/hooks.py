@@ -1,0 +1,48 @@
+"""`run_hooks`: what the reducer's own bookkeeping costs, per parameter."""
+
+from dataclasses import asdict
+
+from paceline.bench.conductor import Conductor, Say
+from paceline.bench.crew import Order
+from paceline.bench.figures import flat, median, robust_line
+from paceline.bench.report import Circumstances, HooksReport, HooksRow
+from paceline.bench.spec import HooksSpec, numbers
+
+TARGET_S = 5e-6
+Samples = dict[str, dict[int, list[list[float]]]]
+
+
+def run_hooks(spec: HooksSpec, say: Say = lambda _: None) -> HooksReport:
+    """Time forward and backward with and without a reducer; models differ in their number of parameters only."""
+    worlds, counts = numbers(spec.worlds), numbers(spec.parameters)
+    orders = [
+        Order(f"{label}@{world}", "hooks", asdict(spec), world, 1, "cpu")
+        for world in worlds
+        for label in ("bare", *spec.contenders)
+    ]
+    samples: Samples = {order.label: {} for order in orders}
+    with Conductor(orders, timeout_s=spec.timeout, say=say) as conductor:
+        for count in counts:
+            say(f"{count} parameters")
+            for _, label in conductor.in_turns(spec.rounds):
+                answers = conductor.ask(label, {"do": "run", "parameters": count})
+                if answers is not None:
+                    turn = [max(times) for times in zip(*(answer["seconds"] for answer in answers), strict=True)]
+                    samples[label].setdefault(count, []).append(turn)
+        failures = {label: failure.message for label, failure in conductor.failures.items()}
+    rows = [
+        _row(label, world, samples)
+        for world in worlds
+        for label in spec.contenders
+        if not failures.keys() & {f"{label}@{world}", f"bare@{world}"}
+    ]
+    return HooksReport(asdict(spec), Circumstances.now(), rows, samples, failures)
+
+
+def _row(label: str, world: int, samples: Samples) -> HooksRow:
+    ours, bare = samples[f"{label}@{world}"], samples[f"bare@{world}"]
+    counts = sorted(ours)
+    times, floor = [median(flat(ours[count])) for count in counts], [median(flat(bare[count])) for count in counts]
+    extra = [(float(count), t - b) for count, t, b in zip(counts, times, floor, strict=True)]
+    fixed, slope = robust_line(extra)
+    return HooksRow(label, world, counts, floor, times, slope, fixed)

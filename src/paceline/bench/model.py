@@ -1,0 +1,75 @@
+"""The model, the data and the optimizer that every contender trains."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name everybody knows)
+from torch import nn
+
+from paceline.bench.spec import GPTShape, StepSpec
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).split(width, 2)
+        q, k, v = (part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        down: torch.Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + down
+
+
+class GPT(nn.Module):
+    """A GPT that returns its loss."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1).float(), y.flatten())
+
+
+def build_model(spec: StepSpec, device: torch.device) -> GPT:
+    """The same weights in every process."""
+    torch.manual_seed(spec.seed)
+    dtype: torch.dtype = getattr(torch, spec.shape.dtype)
+    return GPT(spec.shape).to(device=device, dtype=dtype)
+
+
+def build_optimizer(spec: StepSpec, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, fused=True)
+
+
+def rank_batches(spec: StepSpec, device: torch.device, rank: int, step: int) -> list[Batch]:
+    """The micros of one rank in one step."""
+    shape = spec.shape
+    source = torch.Generator().manual_seed(spec.seed * 1_000_003 + step * 1009 + rank)
+    text = torch.randint(shape.vocabulary, (spec.accumulate, spec.micro_batch, shape.context + 1), generator=source).to(
+        device
+    )
+    return [(micro[:, :-1].contiguous(), micro[:, 1:].contiguous()) for micro in text]
+
+
+def global_batches(spec: StepSpec, device: torch.device, step: int) -> list[Batch]:
+    """The micros of one step with those of all ranks side by side, for contenders that are one process."""
+    ranks = [rank_batches(spec, device, rank, step) for rank in range(spec.ranks)]
+    return [
+        (torch.cat([micro[0] for micro in micros]), torch.cat([micro[1] for micro in micros]))
+        for micros in zip(*ranks, strict=True)
+    ]

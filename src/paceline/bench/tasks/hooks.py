@@ -1,0 +1,78 @@
+"""Forward and backward over very many very small parameters."""
+
+import gc
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import paceline
+from paceline.bench.spec import HooksSpec
+from paceline.bench.tasks import LineUp
+from paceline.bench.tasks.group import Meeting, leave
+
+
+class Many(nn.Module):
+    """A model that does hardly anything but have parameters."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(numel)) for _ in range(count))
+
+    def forward(self) -> torch.Tensor:
+        return torch.cat(list(self.parts)).sum()
+
+
+class HooksTask:
+    """Times models of the sizes that the conductor asks for. The label is `contender@world`."""
+
+    def __init__(self, spec: HooksSpec, label: str, rank: int, size: int) -> None:
+        torch.set_num_threads(1)
+        self._spec, self._label = spec, label.partition("@")[0]
+        self._meeting = Meeting(rank, size)
+        self._models: dict[int, nn.Module] = {}
+
+    def meet(self) -> int:
+        return self._meeting.port()
+
+    def build(self, ports: list[int]) -> dict[str, Any]:
+        self._meeting.form(ports[0], torch.device("cpu"))
+        return {}
+
+    def run(self, message: dict[str, Any], line_up: LineUp) -> dict[str, Any]:
+        count = message["parameters"]
+        if count not in self._models:
+            self._models[count] = self._wrap(Many(count, self._spec.numel))
+            for _ in range(3):
+                self._backward(self._models[count], line_up)
+        model = self._models[count]
+        gc.collect()
+        gc.disable()
+        try:
+            return {"seconds": [self._backward(model, line_up) for _ in range(self._spec.burst)]}
+        finally:
+            gc.enable()
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if self._label == "paceline":
+            return paceline.DistributedDataParallel(model)
+        if self._label == "torch":
+            return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return model
+
+    def _backward(self, model: nn.Module, line_up: LineUp) -> float:
+        model.zero_grad()
+        line_up()
+        begin = time.perf_counter()
+        model().backward()
+        return time.perf_counter() - begin
+
+    def finish(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self._models.clear()
+        leave()

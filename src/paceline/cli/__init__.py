@@ -1,0 +1,16 @@
+"""The command `paceline`."""
+
+import sys
+
+
+def main() -> None:
+    """Entry point. It loads no torch: workers do, when there is something to run."""
+    try:
+        import rich  # noqa: F401 (typer asks for it only when it prints)
+
+        from paceline.cli.app import build_app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"paceline: the command line needs {error.name}, which is not installed: pip install 'paceline[cli]'")
+    build_app()()

@@ -1,0 +1,162 @@
+"""Real runs of the benchmark, as small as they can be."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from paceline.bench.allreduce import run_allreduce
+from paceline.bench.commands import COMMANDS, exit_code
+from paceline.bench.conductor import Conductor
+from paceline.bench.crew import Order
+from paceline.bench.hooks import run_hooks
+from paceline.bench.report import StepReport
+from paceline.bench.spec import AllReduceSpec, HooksSpec, StepSpec
+from paceline.bench.steps import run_steps
+from paceline.bench.tables import render, step_tables
+from paceline.bench.wire import Line
+
+pytestmark = pytest.mark.timeout(120)  # a dozen processes import torch
+BROKEN = "dataparallel:no_such_argument=1"
+
+
+@pytest.fixture(scope="module")
+def report() -> StepReport:
+    contenders = ("floor", "paceline", "torch", BROKEN, "tensorflow")
+    return run_steps(StepSpec(model="gpt-tiny", steps=4, burst=2, warmup=1, contenders=contenders, timeout=50.0))
+
+
+def test_every_contender_runs_and_agrees(report: StepReport) -> None:
+    for label in ("floor", "paceline", "torch"):
+        found = report.result(label)
+        assert found is not None, report.contenders
+        assert [len(turn) for turn in found.samples_s] == [2, 2]
+        assert len(found.losses) == 1 + 2 * (1 + 2)
+        assert found.median_s is not None and found.median_s > 0
+        assert found.peak_bytes is not None and found.peak_bytes > 0
+        assert found.to_torch is not None and found.to_floor is not None
+        assert found.phases_s.keys() == {"forward", "backward", "optimizer"}
+    ours, floor = report.result("paceline"), report.result("floor")
+    assert ours is not None and floor is not None
+    assert ours.agrees is True and ours.loss_difference == 0.0 and ours.replicas_equal is True
+    assert ours.overlap is not None and 0.0 <= ours.overlap <= 1.0 and ours.overlap_from == "trace"
+    assert ours.bucket_bytes and ours.sent_bytes == report.gradient_bytes
+    assert floor.replicas_equal is False, "nobody told its ranks to be equal"
+
+
+def test_a_contender_that_fails_is_told_and_stops_nobody(report: StepReport) -> None:
+    broken = next(found for found in report.contenders if found.label == BROKEN)
+    assert broken.state == "failed"
+    assert "TypeError" in broken.message and "no_such_argument" in broken.message
+    assert "\n" not in broken.message
+    assert "Traceback" in broken.log or "no_such_argument" in broken.log
+    assert exit_code(report) == 1
+
+
+def test_a_missing_peer_is_named(report: StepReport) -> None:
+    missing = next(found for found in report.contenders if found.label == "tensorflow")
+    if missing.state != "not installed":
+        pytest.skip("tensorflow is installed here")
+    assert "tensorflow: not installed: tensorflow: pip install paceline[peers]" in render(step_tables(report)[0])
+
+
+def test_the_report_is_json(report: StepReport) -> None:
+    data = json.loads(json.dumps(asdict(report)))
+    assert data["contenders"][0]["label"] == "floor"
+    assert data["spec"]["model"] == "gpt-tiny"
+
+
+def test_all_reduce_is_measured_and_checked() -> None:
+    found = run_allreduce(
+        AllReduceSpec(sizes="4KiB,64KiB", rounds=1, contenders=("paceline", "gloo", "nccl"), timeout=50.0)
+    )
+    assert found.absent == {"nccl": "runs on cuda only"}
+    assert {(row.label, row.nbytes) for row in found.rows} == {
+        (label, nbytes) for label in ("paceline", "gloo") for nbytes in (4096, 65536)
+    }
+    ours = next(row for row in found.rows if row.label == "paceline")
+    assert ours.speedup["gloo"] > 0 and ours.bytes_per_s > 0
+    assert found.transport
+
+
+def test_hooks_are_measured() -> None:
+    found = run_hooks(HooksSpec(parameters="20,60", worlds="1", rounds=2, contenders=("paceline",), timeout=50.0))
+    assert not found.failures
+    assert [(row.label, row.world, row.parameters) for row in found.rows] == [("paceline", 1, [20, 60])]
+
+
+def test_one_rank_that_fails_takes_its_contender_out_of_the_run() -> None:
+    orders = [Order(label, "unheard of", {}, 2, 1, "cpu") for label in ("one", "two")]
+    said: list[str] = []
+    with Conductor(orders, timeout_s=30.0, say=said.append) as conductor:
+        assert conductor.labels == []
+        assert conductor.ask("one", {"do": "run"}) is None
+        assert list(conductor.in_turns(3)) == []
+        assert conductor.failures.keys() == {"one", "two"}
+        for failure in conductor.failures.values():
+            assert "no such task: unheard of" in failure.message
+            assert len(failure.log.splitlines()) <= 5
+    assert any("one failed: rank" in line for line in said)
+
+
+def test_a_missing_launcher_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("paceline.bench.crew.sys.executable", str(tmp_path / "python"))
+    order = Order("mpi4py", "torch", {}, 2, 1, "cpu", launcher="mpiexec")
+    with Conductor([order], timeout_s=5.0, say=lambda _: None) as conductor:
+        assert conductor.failures["mpi4py"].message == "mpiexec was not found; pip install mpich"
+
+
+def test_a_worker_ends_when_its_conductor_hangs_up(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "conductor"))
+        listener.listen()
+        command = [sys.executable, "-m", "paceline.bench.worker", str(tmp_path / "conductor"), "0:floor", "0"]
+        with subprocess.Popen(command) as worker:
+            connection, _ = listener.accept()
+            assert Line(connection).receive(20.0) == {"hello": "0:floor", "rank": 0, "pid": worker.pid}
+            connection.close()
+            assert worker.wait(10.0) == 1
+
+
+def test_a_busy_worker_ends_too(tmp_path: Path) -> None:
+    code = (
+        "import socket, sys, time; from paceline.bench.wire import exit_when_closed\n"
+        "connection = socket.socket(fileno=int(sys.argv[1])); exit_when_closed(connection); connection.send(b'x')\n"
+        "while True: time.sleep(60)"
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", code, str(theirs.fileno())]
+        with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as worker:
+            assert ours.recv(1) == b"x"
+            theirs.close()
+            ours.close()
+            assert worker.wait(10.0) == 1
+
+
+def test_ctrl_c_ends_everything_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline.bench", "step", "--model", "gpt-tiny", "--ranks", "1"]
+    command += ["--contenders", "floor", "--steps", "1000000"]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+    ) as process:
+        assert process.stderr is not None
+        assert any(line.startswith("round 1 ") for line in process.stderr)
+        (worker,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20.0) == 130
+    assert not Path(f"/proc/{worker}").exists(), "the conductor has waited for it"
+    assert not list(tmp_path.glob("paceline-*"))
+
+
+def test_the_default_is_the_step_comparison() -> None:
+    assert COMMANDS[0].name == "step"
+    assert COMMANDS[0].spec().contenders == ("floor", "paceline", "torch")

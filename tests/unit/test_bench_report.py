@@ -1,0 +1,223 @@
+"""What is made of samples: ratios, verdicts, tables, JSON and charts."""
+
+import json
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench import chart, hooks
+from paceline.bench.allreduce import run_allreduce
+from paceline.bench.commands import COMMANDS, conduct, exit_code
+from paceline.bench.cost_model import RING, Link
+from paceline.bench.cost_study import fit_contender, forecast
+from paceline.bench.report import (
+    AllReduceReport,
+    AllReduceRow,
+    Circumstances,
+    ContenderResult,
+    CostModelReport,
+    HooksReport,
+    HooksRow,
+    SeriesReport,
+    StepReport,
+    write_json,
+)
+from paceline.bench.spec import AllReduceSpec, CostModelSpec, HooksSpec, RanksSpec, StepSpec
+from paceline.bench.steps import compare, count_parameters
+from paceline.bench.study_tables import cost_tables, hooks_tables, series_tables
+from paceline.bench.tables import allreduce_tables, render, step_tables
+from paceline.errors import UsageError
+
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="charts need matplotlib")
+
+
+def result(label: str, ms: float, losses: list[float], **more: Any) -> ContenderResult:
+    samples = [[ms / 1e3, ms / 1e3 * 1.02], [ms / 1e3 * 0.98]]
+    made = ContenderResult(label, f"about {label}", "ok", 2, samples_s=samples, losses=losses)
+    made.median_s, made.p10_s, made.p90_s = ms / 1e3, ms / 1e3 * 0.98, ms / 1e3 * 1.02
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def report() -> StepReport:
+    spec = StepSpec(contenders=("floor", "paceline", "torch", "fusion", "tensorflow", "mpi4py", "fabric"))
+    same = [8.3, 8.2, 8.1]
+    contenders = [
+        result("floor", 70.0, [8.3, 8.0, 7.5], replicas_equal=False),
+        result(
+            "paceline",
+            75.0,
+            same,
+            replicas_equal=True,
+            overlap=0.8,
+            overlap_from="trace",
+            phases_s={"forward": 0.02, "backward": 0.05, "optimizer": 0.005},
+            predicted_exposed_s=0.004,
+            traced_exposed_s=0.0045,
+            sent_bytes=21_000_000,
+            peak_bytes_per_parameter=17.3,
+        ),
+        result("torch", 97.0, same, replicas_equal=True, communication_s=0.06, overlap_from="alone"),
+        result("fusion", 50.0, [8.3, 8.25, 8.15], replicas_equal=False),
+        result("tensorflow", 300.0, [9.0, 9.0, 9.0]),
+        ContenderResult("mpi4py", "", "not installed", 2, "mpi4py: pip install paceline[peers]"),
+        ContenderResult("fabric", "", "failed", 2, "rank 1: ValueError: no", log="line a\nline b"),
+    ]
+    made = StepReport(asdict(spec), Circumstances.now(), *count_parameters(spec), contenders)
+    compare(made)
+    return made
+
+
+def found(made: StepReport, label: str) -> ContenderResult:
+    return next(each for each in made.contenders if each.label == label)
+
+
+def test_ratios_and_exposed_time() -> None:
+    made = report()
+    ours, theirs = found(made, "paceline"), found(made, "torch")
+    assert ours.to_torch is not None and ours.to_torch.value == pytest.approx(75 / 97)
+    assert ours.to_floor is not None and ours.to_floor.value == pytest.approx(75 / 70)
+    assert ours.exposed_s == pytest.approx(0.005)
+    assert ours.exposed_to_torch == pytest.approx(5 / 27)
+    assert ours.overlap == 0.8, "paceline's own trace is kept"
+    assert theirs.overlap == pytest.approx(1 - 27 / 60)
+    assert theirs.to_torch is not None and theirs.to_torch.value == 1.0
+
+
+def test_a_contender_that_computes_something_else_is_seen() -> None:
+    made = report()
+    assert found(made, "paceline").agrees is True
+    assert found(made, "paceline").loss_difference == 0.0
+    assert found(made, "fusion").agrees is False
+    assert exit_code(made) == 1
+    text = render(step_tables(made)[0])
+    assert "NO (replicas differ)" in text
+
+
+def test_equal_losses_of_unequal_replicas_do_not_agree() -> None:
+    made = report()
+    bad = found(made, "fusion")
+    bad.losses = found(made, "torch").losses
+    compare(made)
+    assert bad.agrees is False
+
+
+@pytest.mark.parametrize("label", ["floor", "tensorflow"])
+def test_what_cannot_agree_is_not_compared(label: str) -> None:
+    assert found(report(), label).agrees is None
+
+
+def test_without_torch_and_floor_there_are_no_ratios() -> None:
+    made = report()
+    made.contenders = [each for each in made.contenders if each.label == "paceline"]
+    made.contenders[0].to_torch = made.contenders[0].to_floor = None
+    compare(made)
+    assert made.contenders[0].to_torch is None
+    assert "–" in render(step_tables(made)[0])
+    assert exit_code(made) == 0
+
+
+def test_the_table_says_all_that_was_found() -> None:
+    text = render(step_tables(report())[0])
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    for word in ("75.0", "0.773", "1.071", "5.00", "80%", "20 MiB", "17.3", "yes"):
+        assert word in rows["paceline"], word
+    assert "mpi4py: not installed: mpi4py: pip install paceline[peers]" in text
+    assert "fabric: failed: rank 1: ValueError: no" in text
+    assert "    | line b" in text
+    assert "exposed by plan 4.00, measured 4.50 ms" in text
+    assert "torch" in text.splitlines()[-1]
+
+
+def test_the_json_has_hardware_versions_date_command_and_every_sample(tmp_path: Path) -> None:
+    made = report()
+    write_json(made, tmp_path / "new" / "report.json")
+    data = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert data["schema"] == "paceline-bench-step/1"
+    assert data.keys() == {"schema", "spec", "circumstances", "parameters", "gradient_bytes", "contenders"}
+    where = data["circumstances"]
+    assert where.keys() == {"date", "command", "hardware", "versions"}
+    assert where["hardware"].keys() == {"cpu", "cores", "memory_bytes", "system", "gpu"}
+    assert where["hardware"]["memory_bytes"] > 0
+    assert {"python", "torch", "paceline"} <= where["versions"].keys()
+    ours = data["contenders"][1]
+    assert ours["samples_s"] == made.contenders[1].samples_s
+    assert ours["to_torch"].keys() == {"value", "low", "high"}
+    assert StepSpec(**{**data["spec"], "contenders": tuple(data["spec"]["contenders"])}).model == "gpt-5m"
+
+
+def allreduce_report() -> AllReduceReport:
+    rows = [
+        AllReduceRow(label, nbytes, [[took]], took, took * 0.9, took * 1.2, nbytes / took, {})
+        for nbytes in (4096, 65536, 1 << 20)
+        for label, took in (("paceline", 1e-5 + nbytes / 6e9), ("gloo", 3e-4 + nbytes / 1.2e9))
+    ]
+    rows[0].speedup["gloo"] = 5.0
+    return AllReduceReport(asdict(AllReduceSpec()), Circumstances.now(), rows, {"mpi": "not installed"}, "ShmTransport")
+
+
+def hooks_report() -> HooksReport:
+    rows = [
+        HooksRow("paceline", 1, [250, 1000], [0.001, 0.004], [0.002, 0.008], 4e-6, 0.0),
+        HooksRow("torch", 2, [250, 1000], [0.001, 0.004], [0.003, 0.012], 8e-6, 0.001),
+    ]
+    return HooksReport(asdict(HooksSpec()), Circumstances.now(), rows, {}, {"torch@1": "rank 0: gone"})
+
+
+def cost_report() -> CostModelReport:
+    spec = CostModelSpec()
+    measured = [
+        (ranks, 1 << power, 1e-4 * ranks + 2.0**power / 1e9) for ranks in (2, 3, 4) for power in (14, 16, 18, 20)
+    ]
+    fit, points = fit_contender("gloo", RING, measured, spec, 2)
+    return CostModelReport(
+        asdict(spec), Circumstances.now(), [fit], points, forecast(spec, Link(1e-6, 1e-10)), ["links are equal"]
+    )
+
+
+def series_report() -> SeriesReport:
+    return SeriesReport(asdict(RanksSpec()), Circumstances.now(), "ranks", [(1, report()), (2, report())])
+
+
+def test_the_other_tables() -> None:
+    text = render(allreduce_tables(allreduce_report())[0])
+    assert "ShmTransport" in text
+    assert "mpi: not installed" in text
+    text = render(hooks_tables(hooks_report())[0])
+    assert " met" in text and "NOT met" in text and "torch@1: failed" in text
+    assert hooks.TARGET_S == 5e-6
+    text = "\n".join(render(table) for table in cost_tables(cost_report()))
+    assert "10,000" in text and "assumed: links are equal" in text and "checked" in text and "fitted" in text
+    text = render(series_tables(series_report())[0])
+    assert "paceline × torch" in text and "fabric at 2: failed" in text and "DIFFER" in text
+
+
+@pytest.fixture(scope="module")
+def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """matplotlib keeps font files open from its first text on."""
+    chart.draw(asdict(report()), tmp_path_factory.mktemp("fonts") / "chart.png")
+
+
+@needs_matplotlib
+@pytest.mark.usefixtures("fonts")
+@pytest.mark.parametrize("make", [report, allreduce_report, hooks_report, cost_report, series_report])
+def test_a_chart_is_drawn_from_json(make: Any, tmp_path: Path) -> None:
+    chart.draw(json.loads(json.dumps(asdict(make()))), tmp_path / "folder" / "chart.png")
+    data = (tmp_path / "folder" / "chart.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 10_000
+
+
+def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chart, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"pip install 'paceline\[bench\]'"):
+        conduct(COMMANDS[0], {}, lambda _: None, png_file=Path("chart.png"))
+
+
+def test_an_unknown_contender_of_allreduce_is_refused() -> None:
+    with pytest.raises(UsageError, match="no contender 'smoke'"):
+        run_allreduce(AllReduceSpec(contenders=("smoke",)))

@@ -1,0 +1,149 @@
+"""Settings of measurements, and the model that they name."""
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.bench.commands import COMMANDS
+from paceline.bench.contenders import CONTENDERS, find_contender
+from paceline.bench.model import build_model, global_batches, rank_batches
+from paceline.bench.spec import (
+    MODELS,
+    AccumulateSpec,
+    AllReduceSpec,
+    ContenderName,
+    CostModelSpec,
+    HooksSpec,
+    RanksSpec,
+    StepSpec,
+    from_json,
+    parse_bytes,
+    parse_sizes,
+    show_bytes,
+    show_count,
+)
+from paceline.bench.steps import count_parameters
+from paceline.errors import UsageError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("text", "count"), [("4KiB", 4096), ("1 MiB", 1 << 20), ("16", 16), ("2gib", 2 << 30)])
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert parse_bytes(text.replace(" ", "")) == count
+
+
+def test_ranges_of_sizes() -> None:
+    assert parse_sizes("4KiB..256KiB") == (4096, 16384, 65536, 262144)
+    assert parse_sizes("4KiB..10KiB") == (4096, 10240)
+    assert parse_sizes("1MiB,4KiB") == (4096, 1 << 20)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-4", "3", "4MB", "8KiB..4KiB", "1.5KiB"])
+def test_wrong_sizes_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        parse_sizes(text)
+
+
+def test_numbers_are_shown_short() -> None:
+    assert [show_bytes(count) for count in (0, 512, 4096, 25 << 20, 3 << 30)] == [
+        "0 B",
+        "512 B",
+        "4 KiB",
+        "25 MiB",
+        "3 GiB",
+    ]
+    assert [show_count(count) for count in (30080, 5_300_000)] == ["30,080", "5.3 M"]
+
+
+def test_a_contender_may_carry_arguments() -> None:
+    found = ContenderName.parse("paceline:bucket_cap_mb=64:overlap=false:transport=torch:timeout=1.5")
+    assert found.name == "paceline"
+    assert dict(found.arguments) == {"bucket_cap_mb": 64, "overlap": False, "transport": "torch", "timeout": 1.5}
+    assert find_contender("torch:bucket_cap_mb=8") is CONTENDERS["torch"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "gpt-9"}, "model must be one of gpt-tiny, gpt-5m"),
+        ({"device": "tpu"}, "device must be one of cpu, cuda"),
+        ({"zero_grad": "maybe"}, "zero_grad must be one of none, zero"),
+        ({"ranks": 0}, "ranks must be above 0, got 0"),
+        ({"steps": 0}, "steps must be above 0"),
+        ({"warmup": -1}, "must not be negative"),
+        ({"contenders": ("torch", "torch")}, "each once"),
+        ({"contenders": ()}, "one or more contenders"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        StepSpec(**settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (AllReduceSpec, {"sizes": "big"}),
+        (AccumulateSpec, {"values": "1,x"}),
+        (RanksSpec, {"values": "0"}),
+        (HooksSpec, {"parameters": "100"}),
+        (HooksSpec, {"contenders": ("gloo",)}),
+        (CostModelSpec, {"fit_ranks": "1,2"}),
+        (CostModelSpec, {"sizes": "4KiB,8KiB"}),
+    ],
+)
+def test_settings_of_other_measurements_are_checked_too(kind: type[Any], settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        kind(**settings)
+
+
+@pytest.mark.parametrize("text", ["nobody", "torch:x", "torch:=1"])
+def test_unknown_contenders_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"no contender 'nobody'|name:key=value"):
+        find_contender(text)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command.name))
+def test_every_setting_is_documented_and_survives_json(command: Any) -> None:
+    assert all(item.metadata["about"] for item in fields(command.spec))
+    spec = command.spec()
+    assert from_json(command.spec, json.loads(json.dumps(asdict(spec)))) == spec
+
+
+def test_a_series_is_the_step_comparison_at_each_value() -> None:
+    assert AccumulateSpec(micro_batch=4).at(8) == StepSpec(micro_batch=4, accumulate=8, steps=12, warmup=3)
+    assert RanksSpec(model="gpt-34m").at(3) == StepSpec(model="gpt-34m", ranks=3, steps=12, warmup=3)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "gpt-5m"])
+def test_parameters_are_counted_without_torch(name: str) -> None:
+    spec = StepSpec(model=name)
+    model = build_model(spec, CPU)
+    count = sum(param.numel() for param in model.parameters())
+    assert count_parameters(spec) == (count, 4 * count)
+
+
+def test_the_models_have_the_sizes_of_their_names() -> None:
+    counts = {name: count_parameters(StepSpec(model=name))[0] for name in MODELS}
+    assert counts["gpt-5m"] == pytest.approx(5.3e6, rel=0.01)
+    assert counts["gpt-34m"] == pytest.approx(33.7e6, rel=0.01)
+    assert 120e6 < counts["gpt2"] < 165e6
+
+
+def test_one_process_gets_the_batches_of_all_ranks() -> None:
+    spec = StepSpec(model="gpt-tiny", accumulate=2, micro_batch=3)
+    ranks = [rank_batches(spec, CPU, rank, 7) for rank in range(2)]
+    for micro, (x, y) in enumerate(global_batches(spec, CPU, 7)):
+        assert torch.equal(x, torch.cat([batches[micro][0] for batches in ranks]))
+        assert torch.equal(y[:, :-1], x[:, 1:])
+    assert not torch.equal(ranks[0][0][0], ranks[1][0][0])
+
+
+def test_weights_are_the_same_in_every_process() -> None:
+    spec = StepSpec(model="gpt-tiny")
+    ours, theirs = build_model(spec, CPU), build_model(spec, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
