@@ -10,6 +10,7 @@ from paceline.collectives.shm.meet import Door, connect, introduce, next_meeting
 from paceline.collectives.shm.presence import Presence, Refusal, hosts, share_host
 from paceline.collectives.shm.transport import ShmTransport
 from paceline.collectives.torch_dist import TorchDistTransport, store_of
+from paceline.collectives.two_level import TwoLevelTransport, form_channel
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
 
@@ -34,47 +35,76 @@ def choose(
             return base.apart(timeout_s)
         why = "this group has one rank" if base.size == 1 else "torch knows no store for this group to meet through"
         raise _cannot(wanted, why)
-    fallback = base.apart(timeout_s)
-    watch = fallback.watch
-    assert isinstance(watch, StoreWatch)
-    place = next_meeting(store, base.rank)
-    on_cpu = all(device.type == "cpu" for device in devices)
-    with Door(base.rank, wish=f"{wanted} {'cpu' if on_cpu else 'device'}") as door:
-        everyone = introduce(place, door.presence, base.size, watch=watch, timeout_s=timeout_s)
-        refusal = _refusal(everyone, wanted)
-        if refusal is not None:
-            _say(refusal, everyone, wanted, base.rank)
-            return fallback
-        mesh = connect(place, door, everyone, everyone, watch=watch, timeout_s=timeout_s)
-    if isinstance(mesh, Refusal):
-        _say(mesh, everyone, wanted, base.rank)
-        return fallback
-    return ShmTransport(mesh, watch=watch, fallback=fallback, store=store)
+    return _Choice(base, wanted, all(device.type == "cpu" for device in devices)).make(timeout_s)
 
 
-def _refusal(everyone: Sequence[Presence], wanted: str) -> Refusal | None:
-    """Why the ranks do not share memory, from what all of them know."""
+class _Choice:
+    """What one group agrees on. Every step is taken by all ranks, from what all ranks know."""
+
+    def __init__(self, base: TorchDistTransport, wanted: str, on_cpu: bool) -> None:
+        self._base = base
+        self._wanted = wanted
+        self._wish = f"{wanted} {'cpu' if on_cpu else 'device'}"
+
+    def make(self, timeout_s: float | None) -> Transport:
+        flat = self._base.apart(timeout_s)
+        watch, store = flat.watch, store_of(self._base.group)
+        assert isinstance(watch, StoreWatch)
+        assert store is not None
+        rank, size = self._base.rank, self._base.size
+        place = next_meeting(store, rank)
+        with Door(rank, self._wish) as door:
+            everyone = introduce(place, door.presence, size, watch=watch, timeout_s=timeout_s)
+            _check_wishes(everyone)
+            groups = hosts(everyone)
+            refusal = self._refusal(everyone, groups)
+            if refusal is not None:
+                return self._without(refusal, groups, flat)
+            here = next([everyone[peer] for peer in ranks] for ranks in groups if rank in ranks)
+            mesh = connect(place, door, everyone, here, watch=watch, timeout_s=timeout_s)
+        if isinstance(mesh, Refusal):
+            return self._without(mesh, groups, flat)
+        if len(groups) == 1:
+            return ShmTransport(mesh, watch=watch, fallback=flat, store=store)
+        try:
+            channel = form_channel(place, self._base, groups, watch=watch, timeout_s=timeout_s)
+        except BaseException:
+            mesh.close()
+            raise
+        if isinstance(channel, Refusal):
+            mesh.close()
+            return self._without(channel, groups, flat)
+        return TwoLevelTransport(mesh, channel, flat, groups, watch=watch, again=self.make)
+
+    def _refusal(self, everyone: Sequence[Presence], groups: Sequence[Sequence[int]]) -> Refusal | None:
+        """Why nobody shares memory. An empty reason is not worth a line."""
+        if self._wanted == "torch":
+            return Refusal("")
+        for one in everyone:
+            if not one.wish.endswith("cpu"):
+                return Refusal("" if self._wanted == "auto" else f"rank {one.rank} has parameters outside the CPU")
+        unable = [one for one in everyone if one.cannot]
+        if len(groups) == 1 and self._wanted == "two-level":
+            return Refusal("all ranks run on one host")
+        if unable or len(groups) == 1 or self._wanted == "shm" or max(map(len, groups)) == 1:
+            return share_host(everyone)
+        return None
+
+    def _without(self, refusal: Refusal, groups: Sequence[Sequence[int]], flat: TorchDistTransport) -> Transport:
+        """torch.distributed, with one line in the log of one rank; an error if something else was asked for by name."""
+        if self._wanted not in ("auto", "torch"):
+            raise _cannot(self._wanted, refusal.reason)
+        if refusal.reason and flat.rank == 0:
+            level = logging.INFO if max(map(len, groups)) == 1 else logging.WARNING
+            logger.log(level, "transport: torch.distributed, since ranks do not share memory: %s", refusal.reason)
+        return flat
+
+
+def _check_wishes(everyone: Sequence[Presence]) -> None:
     wishes = [one.wish.partition(" ")[0] for one in everyone]
     if len(set(wishes)) > 1:
         told = "; ".join(f"rank {one.rank} transport={wish!r}" for one, wish in zip(everyone, wishes, strict=True))
         raise UsageError(f"every rank must pass the same transport=, got: {told}")
-    if wanted == "torch":
-        return Refusal("")
-    for one in everyone:
-        if not one.wish.endswith("cpu"):
-            return Refusal("" if wanted == "auto" else f"rank {one.rank} has parameters that are not on the CPU")
-    return share_host(everyone)
-
-
-def _say(refusal: Refusal, everyone: Sequence[Presence], wanted: str, rank: int) -> None:
-    """Raise if it was asked for by name; else one line in the log of one rank."""
-    if wanted not in ("auto", "torch"):
-        raise _cannot(wanted, refusal.reason)
-    if not refusal.reason or rank != 0:
-        return
-    able = not any(one.cannot for one in everyone) and len(hosts(everyone)) > 1
-    level = logging.INFO if able else logging.WARNING
-    logger.log(level, "transport: torch.distributed, since ranks cannot share memory: %s", refusal.reason)
 
 
 def _cannot(wanted: str, why: str) -> UsageError:

@@ -10,6 +10,7 @@ from paceline.collectives.shm import memory
 from paceline.collectives.shm.memory import Descriptor
 
 KEPT_AT_MOST = 64 << 20  # bytes of one arena of the pool
+ALL_KEPT_AT_MOST = 256 << 20
 NOWHERE = -1  # in place of an arena: nothing to read
 
 
@@ -68,16 +69,22 @@ class Staging:
     def __init__(self, arenas: Arenas) -> None:
         self._arenas = arenas
         self._free: dict[int, list[torch.Tensor]] = {}
+        self._kept = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
         size = max(memory.PAGE, 1 << (nbytes - 1).bit_length())
         free = self._free.get(size)
-        return free.pop() if free else self._arenas.allocate(size, "a tensor that does not live in shared memory")
-
-    def clear(self) -> None:
-        self._free.clear()
+        if not free:
+            return self._arenas.allocate(size, "a tensor that does not live in shared memory")
+        self._kept -= size
+        return free.pop()
 
     def give(self, block: torch.Tensor) -> None:
         size = block.numel()
-        if size <= KEPT_AT_MOST:
+        if size <= KEPT_AT_MOST and self._kept + size <= ALL_KEPT_AT_MOST:
+            self._kept += size
             self._free.setdefault(size, []).append(block)
+
+    def clear(self) -> None:
+        self._free.clear()
+        self._kept = 0

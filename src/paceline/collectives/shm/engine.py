@@ -8,53 +8,20 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.collectives.api import Work
+from paceline.collectives.api import Op, Work
 from paceline.collectives.shm import plan, record
 from paceline.collectives.shm.arenas import NOWHERE, Arenas
 from paceline.collectives.shm.link import Farewell, Link
-from paceline.collectives.shm.mesh import Mesh
+from paceline.collectives.shm.mesh import Heard, Mesh
+from paceline.collectives.shm.operation import Operation
 from paceline.collectives.shm.plan import Scratch, Sources, Summing
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent
 
 PLANS_KEPT = 512
 CROSSING_POLL_S = 0.0005
-_CALL = struct.Struct("<4q")
+_CALL = struct.Struct("=4q")
 
-Between = Callable[[torch.Tensor], Work]
-
-
-class Operation:
-    """One collective of this rank.
-
-    `read` copies out of the others' memory; None for an all_reduce, which is summed by a `Summing`. `after` runs when
-    all ranks have finished. `keep` is what must stay alive until then.
-    """
-
-    __slots__ = ("after", "arena", "error", "keep", "number", "numel", "offset", "over", "read", "spreads", "word")
-
-    def __init__(
-        self,
-        word: int,
-        numel: int,
-        place: tuple[int, int],
-        *,
-        keep: object,
-        read: Callable[[Sources], None] | None = None,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        self.word = word
-        self.numel = numel
-        self.arena, self.offset = place
-        self.keep = keep
-        self.read = read
-        self.after = after
-        self.number = -1
-        self.spreads: tuple[Work, Summing] | None = None  # on its way between hosts, and what is then to be done
-        self.error: CollectiveMismatch | None = None
-        self.over = False
-
-    def __str__(self) -> str:
-        return record.text_of(self.word, self.numel)
+Between = Callable[[torch.Tensor, Op], Work]  # combines slices of hosts in place
 
 
 class Engine:
@@ -85,6 +52,7 @@ class Engine:
         self._scratch = Scratch()
         self._lock = threading.Lock()
         self._given_up: str | None = None
+        self._failure: RuntimeError | None = None
 
     @property
     def flying(self) -> bool:
@@ -107,16 +75,19 @@ class Engine:
         if (self._completed < self._started or self._arenas.freed) and not self._lock.locked():
             with self._lock:
                 if self._given_up is None and not self.mesh.closed and self.mesh.is_mine():
-                    self._advance()
+                    try:
+                        self._advance()
+                    except RuntimeError as error:
+                        self._failure = error  # for who waits: the wait says what it means
 
     def wait(self, operation: Operation, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        ready: list[Link] = []
+        heard: Heard = []
         try:
-            while (awaited := self._step(operation, ready)) is not None:
+            while (awaited := self._step(operation, heard)) is not None:
                 left_s = max(0.0, deadline - time.monotonic())
-                ready = self.mesh.sleep(awaited, min(left_s, CROSSING_POLL_S) if self._crossing else left_s)
-                if not ready and left_s == 0.0:
+                heard = self.mesh.sleep(awaited, min(left_s, CROSSING_POLL_S) if self._crossing else left_s)
+                if not heard and left_s == 0.0:
                     return False
         except BaseException as error:
             self.give_up(f"{type(error).__name__} while it waited for {operation}")
@@ -125,14 +96,16 @@ class Engine:
             raise operation.error
         return True
 
-    def _step(self, operation: Operation, ready: list[Link]) -> list[Link] | None:
+    def _step(self, operation: Operation, heard: Heard) -> list[Link] | None:
         """Get on with everything. None when `operation` is over, else the peers to wait for."""
         with self._lock:
             if operation.over:
                 return None
+            if self._failure is not None:
+                raise self._failure
             self._check_usable()
-            if ready:
-                self.mesh.heed(ready)
+            if heard:
+                self.mesh.heed(heard)
                 self._forget_freed()
             self._advance()
             return None if operation.over else self._awaited(operation)
@@ -193,7 +166,7 @@ class Engine:
         else:
             prepared.sum()
             if prepared.result.numel():
-                operation.spreads = self._between(prepared.result), prepared
+                operation.spreads = self._between(prepared.result, record.op_of(operation.word)), prepared
         if operation.spreads is None and not self._crossing:
             self._finish(operation)
         else:
@@ -210,6 +183,7 @@ class Engine:
     def _finish(self, operation: Operation) -> None:
         self.mesh.finish()
         self._done.append(operation)
+        operation.over = operation.early
 
     def _complete(self, operation: Operation) -> None:
         if operation.after is not None:

@@ -21,7 +21,6 @@ HALF = FINISHED - 1
 LARGEST_NOTICE = 4096
 _ARENA, _FREED, _FAREWELL = range(3)
 _HEAD = struct.Struct("<bqq")
-_SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Notice:
 
     @classmethod
     def of_farewell(cls, farewell: Farewell) -> "Notice":
-        text = json.dumps([farewell.why[:1000], farewell.absent[:100]])
+        text = json.dumps([farewell.why[:500], farewell.absent[:100]], ensure_ascii=False)
         return cls(_HEAD.pack(_FAREWELL, 0, 0) + text.encode())
 
 
@@ -95,12 +94,12 @@ class Link:
 
     def flush(self) -> bool:
         """Send what is queued, as far as the socket takes it. True when nothing is left."""
-        unsent = self._unsent
+        unsent, flags = self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
         while unsent:
             notice = unsent[0]
             descriptors = [] if notice.descriptor is None else [notice.descriptor.number]
             try:
-                socket.send_fds(self.connection, [notice.data], descriptors, _SEND)
+                socket.send_fds(self.connection, [notice.data], descriptors, flags)
             except BlockingIOError:
                 return False
             except OSError as error:

@@ -65,7 +65,7 @@ class Door:
 
 def introduce(place: Store, own: Presence, size: int, *, watch: Watch, timeout_s: float | None) -> list[Presence]:
     """Tell all ranks of the group who this one is, and learn who they are."""
-    told = _tell_all(place, "presence", own.rank, size, own.encode(), watch, timeout_s)
+    told = tell_all(place, "presence", own.rank, size, own.encode(), watch, timeout_s)
     return [Presence.decode(text) for text in told]
 
 
@@ -91,7 +91,7 @@ def connect(
     mesh = formed[0]
     failed = mesh.reason if isinstance(mesh, Refusal) else ""
     try:
-        told = _tell_all(place, "formed", door.presence.rank, len(everyone), failed, watch, timeout_s)
+        told = tell_all(place, "formed", door.presence.rank, len(everyone), failed, watch, timeout_s)
     except BaseException:
         _close(mesh)
         raise
@@ -107,7 +107,7 @@ def _close(mesh: Mesh | Refusal) -> None:
         mesh.close()
 
 
-def _tell_all(
+def tell_all(
     place: Store, topic: str, rank: int, size: int, text: str, watch: Watch, timeout_s: float | None
 ) -> list[bytes]:
     """Post one line and read those of all ranks."""

@@ -5,7 +5,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -80,6 +80,8 @@ class Mesh:
         for link in self.links:
             link.signal(value)
         self.page.hint[0] = (self._own_begun & HALF) | (self._own_finished & HALF) << 32
+        if not self.links:
+            self._add_up()
 
     def share(self, arena: Arena) -> None:
         """Send an arena's descriptor to all peers; they have it before the next collective that is begun."""
@@ -123,6 +125,8 @@ class Mesh:
         for link in self.links:
             if link.received < link.page.notices(number):
                 link.receive()
+                if link.received < link.page.notices(number):
+                    raise RuntimeError(f"connection closed by rank {link.rank}, before it had shared its memory")
             calls.append(link.page.call(number))
         calls.insert(self.place, self.page.call(number))
         return calls
@@ -131,36 +135,42 @@ class Mesh:
         """An arena of another rank."""
         return self.links[place if place < self.place else place - 1].arenas[arena]
 
-    def sleep(self, awaited: Sequence[Link], seconds: float) -> list[Link]:
-        """Block until one of `awaited` signals, any peer sends or hangs up, or the time is over. Who did is to be
-        heeded. It changes nothing, so several threads may sleep."""
+    def sleep(self, awaited: Sequence[Link], seconds: float) -> "Heard":
+        """Block until one of `awaited` signals, any peer sends or hangs up, or the time is over. What was heard is to
+        be heeded. It changes nothing, so several threads may sleep.
+
+        Where every rank has a core it looks at the hints for a moment first: to put a core to sleep and wake it up
+        takes several times as long as a small collective.
+        """
         if self._spin_s:
             until = time.perf_counter() + min(seconds, self._spin_s)
             while time.perf_counter() < until:
                 for link in awaited:
                     if link.hint[0] > link.seen:
-                        return [link]
+                        return [(link, False)]
         poll = select.poll()
-        numbers = {}
+        numbers: dict[int, tuple[Link, bool]] = {}
         for link in self.links:
             if link.gone is None:
-                numbers[link.connection.fileno()] = link
+                numbers[link.connection.fileno()] = link, True
                 poll.register(link.connection, select.POLLIN | (select.POLLOUT if link.unsent else 0))
         for link in awaited:
-            numbers[link.inbound.number] = link
+            numbers[link.inbound.number] = link, False
             poll.register(link.inbound.number, select.POLLIN)
         return [numbers[number] for number, _ in poll.poll(seconds * 1000)]
 
-    def heed(self, links: Iterable[Link]) -> None:
+    def heed(self, heard: "Heard") -> None:
         """Take what these peers have signalled and sent."""
-        for link in links:
-            link.receive()
+        for link, spoke in heard:
+            if spoke:
+                link.receive()
             link.count()  # last: all that it signalled before it left still counts
         self._add_up()
 
     def _add_up(self) -> None:
-        self.begun = min(link.begun for link in self.links)
-        self.finished = min(link.finished for link in self.links)
+        # A rank that is alone on its host waits for nobody there.
+        self.begun = min((link.begun for link in self.links), default=self._own_begun)
+        self.finished = min((link.finished for link in self.links), default=self._own_finished)
 
     # Leaving -------------------------------------------------------------------------------------------------------
 
@@ -183,6 +193,9 @@ class Mesh:
         self.leave(Farewell("it closed its transport"))
         for link in self.links:
             link.close()
+
+
+Heard = list[tuple[Link, bool]]  # who signalled (False) or sent something (True)
 
 
 def eventfd() -> Descriptor:

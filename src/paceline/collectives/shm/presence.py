@@ -45,7 +45,8 @@ class Presence:
         except OSError as error:
             cannot = cannot or f"cannot tell which host it runs on ({error})"
         host = socket.gethostname()
-        return cls(rank, boot, network, processes, os.getuid(), host, secrets.token_hex(16), cannot, wish)
+        user = os.getuid() if hasattr(os, "getuid") else -1
+        return cls(rank, boot, network, processes, user, host, secrets.token_hex(16), cannot, wish)
 
     @property
     def host(self) -> tuple[str, str, int]:

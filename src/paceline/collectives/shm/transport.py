@@ -19,9 +19,10 @@ from paceline.collectives.api import (
 )
 from paceline.collectives.shm import record
 from paceline.collectives.shm.arenas import NOWHERE, Arenas, Staging
-from paceline.collectives.shm.engine import Between, Engine, Operation
+from paceline.collectives.shm.engine import Between, Engine
 from paceline.collectives.shm.meet import meet
 from paceline.collectives.shm.mesh import Mesh
+from paceline.collectives.shm.operation import Operation
 from paceline.collectives.shm.plan import Sources
 from paceline.collectives.shm.presence import Refusal
 from paceline.collectives.watch import StoreWatch
@@ -117,7 +118,7 @@ class ShmTransport:
         def read(sources: Sources) -> None:
             home.copy_(sources[0].view(home.shape))
 
-        return self._start(Operation(word, flat.numel(), (NOWHERE, 0), keep=home, read=read))
+        return self._start(Operation(word, flat.numel(), (NOWHERE, 0), keep=home, read=read, early=True))
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
         check_gather(out, part, self.size)
@@ -153,6 +154,10 @@ class ShmTransport:
         self._staging.clear()
         self._fallback.close()
 
+    def holds(self, flat: torch.Tensor) -> bool:
+        """Whether a tensor lies in memory that the ranks of this host share, and can be combined there."""
+        return _ours(flat) and flat.is_contiguous() and self._arenas.find(flat) is not None
+
     def _locate(self, flat: torch.Tensor, *, move: bool = False) -> tuple[tuple[int, int], torch.Tensor | None]:
         """Where the others will find a tensor, and the memory it was given for that if it has to move there."""
         if not move and flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
@@ -183,7 +188,8 @@ class ShmTransport:
             def after() -> None:
                 self._staging.give(block)
 
-        return self._start(Operation(word, source.numel(), place, keep=source, read=read, after=after))
+        early = block is not None
+        return self._start(Operation(word, source.numel(), place, keep=source, read=read, after=after, early=early))
 
     def _start(self, operation: Operation) -> Work:
         self._engine.start(operation)

@@ -1,0 +1,171 @@
+"""Several hosts with several ranks each: shared memory inside a host, torch.distributed between hosts.
+
+Each host sums a bucket in its own memory, the hosts exchange one sum each, and the result is spread inside each host.
+So a bucket crosses the network once per host and not once per rank. The buckets are cut into as many slices as the
+host with the fewest ranks has ranks; the c-th rank of every host owns slice c, and these ranks form channel c.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from paceline.collectives.api import Op, Transport, Watch, Work
+from paceline.collectives.own_group import form_own_group, own_backends
+from paceline.collectives.peers import StoreCall
+from paceline.collectives.shm.meet import tell_all
+from paceline.collectives.shm.mesh import Mesh
+from paceline.collectives.shm.presence import Refusal
+from paceline.collectives.shm.transport import ShmTransport
+from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.collectives.wait import finish
+from paceline.collectives.watch import StoreWatch
+
+
+class Channel:
+    """The ranks that own the same slice, one per host. A rank that owns none has `group=None`."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        # Its collectives are not noted by the group's watch: channels differ in what they send.
+        quiet = None if group is None else StoreWatch(None, group.rank(), group.size(), announce=False)
+        self._transport = None if group is None else TorchDistTransport(group, watch=quiet)
+
+    def all_reduce(self, part: torch.Tensor, op: Op) -> Work:
+        assert self._transport is not None
+        return self._transport.all_reduce(part, Op.SUM if op is Op.MEAN else op)
+
+
+def form_channel(
+    place: Store,
+    base: TorchDistTransport,
+    hosts: Sequence[Sequence[int]],
+    *,
+    watch: StoreWatch,
+    timeout_s: float | None,
+) -> Channel | Refusal:
+    """Connect this rank with its like on the other hosts. All ranks of the group ask, and go on only if all succeed."""
+    home = next(number for number, ranks in enumerate(hosts) if base.rank in ranks)
+    seat = list(hosts[home]).index(base.rank)
+    gloo = {name: like for name, like in own_backends(base.group).items() if name == "gloo"}
+    made: dist.ProcessGroup | None = None
+    reason = "" if gloo else f"rank {base.rank} has no gloo in its group to reach other hosts with"
+    if gloo and seat < min(map(len, hosts)):
+        own_store = PrefixStore(f"channel {seat}", place)
+
+        def form(_: object) -> dist.ProcessGroup | str:
+            try:
+                return form_own_group(gloo, own_store, home, len(hosts))
+            except RuntimeError as error:
+                return f"rank {base.rank} could not connect to the other hosts: {error}"
+
+        making = StoreCall(form)  # on a thread: the constructor blocks until every rank is there
+        either = _Either(making, StoreCall(lambda call: _await_failure(place, call)))
+        try:
+            finish(either, what="the forming of the channels between hosts", watch=watch, timeout_s=timeout_s)
+        finally:
+            either.stop()
+        formed = making.result() if making.done() else None
+        if isinstance(formed, str):
+            reason = formed
+        else:
+            made = formed
+    if reason:
+        place.set("failed", reason)
+    told = tell_all(place, "channels", base.rank, base.size, reason, watch, timeout_s)
+    reasons = [text.decode() for text in told if text]
+    return Refusal(reasons[0]) if reasons else Channel(made)
+
+
+def _await_failure(place: Store, call: StoreCall[None]) -> None:
+    while call.pause(0.05) and not place.check(["failed"]):
+        pass
+
+
+class _Either:
+    """Done when the channel stands, or when another rank has failed to make its own."""
+
+    def __init__(self, making: StoreCall[dist.ProcessGroup | str], failing: StoreCall[None]) -> None:
+        self._making = making
+        self._failing = failing
+
+    def done(self) -> bool:
+        return self._making.done() or self._failing.done()
+
+    def wait(self, seconds: float) -> bool:
+        return self._making.wait(seconds) or self._failing.done()
+
+    def stop(self) -> None:
+        self._failing.stop()
+
+
+class TwoLevelTransport:
+    """Buckets take the way through shared memory and the channels; everything else goes through `flat`."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        channel: Channel,
+        flat: TorchDistTransport,
+        hosts: Sequence[Sequence[int]],
+        *,
+        watch: StoreWatch,
+        again: Callable[[float | None], Transport],
+    ) -> None:
+        """`again` makes another one over the same ranks."""
+        self._flat = flat
+        self._again = again
+        self._inside = ShmTransport(
+            mesh,
+            watch=watch,
+            fallback=flat,
+            between=channel.all_reduce,
+            owners=min(map(len, hosts)),
+            divide_by=flat.size,
+        )
+
+    @property
+    def rank(self) -> int:
+        return self._flat.rank
+
+    @property
+    def size(self) -> int:
+        return self._flat.size
+
+    @property
+    def watch(self) -> Watch:
+        return self._inside.watch
+
+    @property
+    def inline(self) -> bool:
+        return True
+
+    def averages(self, device: torch.device) -> bool:
+        return device.type == "cpu" or self._flat.averages(device)
+
+    def progress(self) -> None:
+        self._inside.progress()
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._inside.allocate(numel, dtype, device)
+
+    def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
+        crosses = flat.is_floating_point() or flat.is_complex()
+        if crosses and self._inside.holds(flat):
+            return self._inside.all_reduce(flat, op)
+        return self._flat.all_reduce(flat, op)
+
+    def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
+        return self._flat.broadcast(flat, root)
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
+        return self._flat.all_gather(out, part)
+
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        return self._flat.exchange(out, flat)
+
+    def apart(self, timeout_s: float | None = None) -> Transport:
+        return self._again(timeout_s)
+
+    def close(self) -> None:
+        self._inside.close()

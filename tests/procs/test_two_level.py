@@ -1,0 +1,212 @@
+"""Two hosts with two ranks each: two network namespaces of this machine, joined by a rate-limited link."""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.collectives import Op, TorchDistTransport, Transport, finish
+from paceline.collectives.choose import choose
+from paceline.collectives.two_level import TwoLevelTransport
+from paceline.errors import PeerLost, UsageError
+from tests.contracts.test_transport import faults_of
+
+CPU = torch.device("cpu")
+ADDRESSES = ("10.201.77.1", "10.201.77.2")  # known inside the two namespaces only
+PORT = 29500
+RANKS = 4
+VICTIM = 3
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Host:
+    namespace: str
+    interface: str
+
+    def start(self, rank: int, report: Path) -> "subprocess.Popen[str]":
+        code = f"import sys; sys.path[:] = {sys.path!r}; from tests.procs.test_two_level import main; main()"
+        environ = os.environ | {"GLOO_SOCKET_IFNAME": self.interface, "OMP_NUM_THREADS": "1"}
+        command = ["ip", "netns", "exec", self.namespace, sys.executable, "-W", "error", "-c", code]
+        return subprocess.Popen(
+            [*command, str(rank), self.interface, str(report)], env=environ, stderr=subprocess.PIPE, text=True
+        )
+
+
+def sh(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
+    if done.returncode:
+        raise OSError(f"`{' '.join(words)}`: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two namespaces that reach each other at 1 Gbit/s, gone afterwards."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"there is no `{tool}` here to make network namespaces with")
+    mark = secrets.token_hex(3)
+    pair = tuple(Host(f"paceline-{mark}-{side}", f"pl{mark}{side}") for side in "ab")
+    with ExitStack() as undo:
+        try:
+            for host in pair:
+                sh("ip", "netns", "add", host.namespace)
+                undo.callback(sh, "ip", "netns", "del", host.namespace)
+            # Interfaces go with the namespace that they are moved to.
+            sh("ip", "link", "add", pair[0].interface, "type", "veth", "peer", "name", pair[1].interface)
+            for host, address in zip(pair, ADDRESSES, strict=True):
+                inside = ("ip", "-n", host.namespace)
+                sh("ip", "link", "set", host.interface, "netns", host.namespace)
+                sh(*inside, "addr", "add", f"{address}/24", "dev", host.interface)
+                sh(*inside, "link", "set", "lo", "up")
+                sh(*inside, "link", "set", host.interface, "up")
+                limit = ("tbf", "rate", "1gbit", "burst", "512kb", "latency", "100ms")
+                sh("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", *limit)
+        except OSError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        yield pair  # type: ignore[misc]
+
+
+# -------------------------------------------------------------------------------------------------- on every rank
+
+
+def main() -> None:
+    rank, interface, report = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    torch.set_num_threads(1)
+    store = dist.TCPStore(ADDRESSES[0], PORT, RANKS, rank == 0, timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30))
+    assert dist.group.WORLD is not None
+    base = TorchDistTransport(dist.group.WORLD)
+    found: dict[str, Any] = {}
+    with pytest.raises(UsageError) as refused:
+        choose(base, "shm", [CPU], 20)
+    found["refused"] = str(refused.value)
+    transport = choose(base, "auto", [CPU], 20)
+    found["kind"] = type(transport).__name__
+    found["faults"] = faults_of(transport)
+    found["wrong"], found["digest"] = reduce_all_sorts(transport)
+    found["sent"] = {
+        "two levels": bytes_sent(interface, transport, transport.allocate(4 * MIB, torch.float32, CPU)),
+        "one level": bytes_sent(interface, base, torch.zeros(4 * MIB)),
+    }
+    another = transport.apart(20)
+    assert isinstance(another, TwoLevelTransport)
+    settle(another, another.all_reduce(another.allocate(10, torch.float32, CPU)))
+    another.close()
+    found["lost"] = lose_one(transport, report)
+    report.write_text(json.dumps(found))
+    until = time.monotonic() + 10
+    while rank == 0 and time.monotonic() < until:  # its process hosts the store, which the others still ask who died
+        if all(report.with_name(str(peer)).exists() for peer in range(RANKS) if peer != VICTIM):
+            break
+        time.sleep(0.01)
+    os._exit(0)  # with a dead rank in it, the group cannot be taken down in good order
+
+
+def settle(transport: Transport, *works: Any) -> None:
+    for work in works:
+        finish(work, what="a bucket", watch=transport.watch, timeout_s=20)
+
+
+def reduce_all_sorts(transport: Transport) -> tuple[list[str], str]:
+    wrong, digest = [], hashlib.sha256()
+    begun = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        for numel in (1, 5, 33, 100_003):
+            for op in (Op.SUM, Op.MEAN) if dtype.is_complex else (Op.SUM, Op.MEAN, Op.MAX):
+                parts = [torch.arange(numel).remainder(7).add(rank).to(dtype) for rank in range(RANKS)]
+                flat = transport.allocate(numel, dtype, CPU).copy_(parts[transport.rank])
+                stacked = torch.stack([part.to(torch.complex128) if dtype.is_complex else part for part in parts])
+                expected = {
+                    Op.SUM: lambda s: s.sum(0),
+                    Op.MEAN: lambda s: s.sum(0) / RANKS,
+                    Op.MAX: lambda s: s.amax(0),
+                }
+                begun.append((f"{op} {dtype} {numel}", transport.all_reduce(flat, op), flat, expected[op](stacked)))
+                transport.progress()
+    for what, work, flat, expected_sum in begun:
+        settle(transport, work)
+        if not torch.equal(flat, expected_sum.to(flat.dtype)):
+            wrong.append(what)
+        digest.update(bytes(flat.view(torch.uint8)[:1000].tolist()))
+    return wrong, digest.hexdigest()
+
+
+def bytes_sent(interface: str, transport: Transport, flat: torch.Tensor) -> float:
+    """What this host sent for one all_reduce, as a multiple of the tensor's bytes."""
+    counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+    settle(transport, transport.all_reduce(flat))
+    dist.barrier()
+    before = int(counter.read_text())
+    settle(transport, transport.all_reduce(flat))
+    dist.barrier()
+    return (int(counter.read_text()) - before) / flat.nbytes
+
+
+def lose_one(transport: Transport, report: Path) -> list[Any]:
+    flat = transport.allocate(MIB, torch.float32, CPU)
+    settle(transport, transport.all_reduce(flat))
+    died = report.with_name("died")
+    if transport.rank == VICTIM:
+        time.sleep(0.3)
+        died.write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        settle(transport, transport.all_reduce(flat))
+    except PeerLost as error:
+        return [list(error.ranks), time.monotonic() - float(died.read_text()), str(error)]
+    return []
+
+
+# ------------------------------------------------------------------------------------------------------ looking at it
+
+
+def run(hosts: tuple[Host, Host], folder: Path) -> list[dict[str, Any] | None]:
+    ranks = [hosts[rank // 2].start(rank, folder / str(rank)) for rank in range(RANKS)]
+    try:
+        errors = [rank.communicate(timeout=50)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    for number, error in enumerate(errors):
+        assert number == VICTIM or (folder / str(number)).exists(), error
+    return [json.loads((folder / str(rank)).read_text()) if rank != VICTIM else None for rank in range(RANKS)]
+
+
+def each(found: list[dict[str, Any] | None], look: Callable[[dict[str, Any]], object]) -> list[object]:
+    return [look(one) for one in found if one is not None]
+
+
+def test_two_hosts_reduce_in_two_levels(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    found = run(hosts, tmp_path)
+    survivors = RANKS - 1
+    for message in each(found, lambda one: one["refused"]):
+        assert "transport='shm' cannot work here: rank 2 runs in another container than rank 0" in str(message)
+    assert each(found, lambda one: one["kind"]) == ["TwoLevelTransport"] * survivors
+    assert each(found, lambda one: one["faults"]) == [{}] * survivors
+    assert each(found, lambda one: one["wrong"]) == [[]] * survivors
+    assert len(set(each(found, lambda one: one["digest"]))) == 1, "all ranks have the same bits"
+    for sent in each(found, lambda one: one["sent"]):
+        assert isinstance(sent, dict)
+        assert sent["two levels"] < 1.15, "a bucket crosses once"
+        assert sent["two levels"] < 0.8 * sent["one level"]
+    for lost in each(found, lambda one: one["lost"]):
+        assert isinstance(lost, list)
+        assert lost[0] == [VICTIM], lost
+        assert lost[1] < 5
