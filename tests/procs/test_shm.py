@@ -219,6 +219,18 @@ def test_progress_alone_completes_a_collective(procs: Pool) -> None:
 
 
 @over_shm
+def profile(transport: ShmTransport) -> list[str]:
+    flat = transport.allocate(10, torch.float32, CPU)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        settle(transport, transport.all_reduce(flat), transport.broadcast(flat))
+    return [event.name for event in profiler.events() if event.name.startswith("shm:")]
+
+
+def test_profilers_see_what_a_rank_does(procs: Pool) -> None:
+    assert procs(2).run(profile) == [["shm:all_reduce", "shm:broadcast"]] * 2
+
+
+@over_shm
 def reduce_without_hints(transport: ShmTransport, hint: int) -> None:
     for link in transport._mesh.links:
         link.hint = memoryview(hint.to_bytes(8, "little")).cast("Q")

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
 from paceline.collectives.api import Op, Work
 from paceline.collectives.shm import plan, record
@@ -156,9 +158,19 @@ class Engine:
             prepared = [] if operation.error else self._prepare(calls, operation)
             if operation.error is None:
                 self._keep_plan(key, prepared)
-        if operation.error is not None:
-            pass
-        elif isinstance(prepared, list):
+        if operation.error is None:
+            if _profiler_enabled():
+                with record_function(f"shm:{record.kind_of(operation.word)}"):
+                    self._carry_out(operation, prepared)
+            else:
+                self._carry_out(operation, prepared)
+        if operation.spreads is None and not self._crossing:
+            self._finish(operation)
+        else:
+            self._crossing.append(operation)
+
+    def _carry_out(self, operation: Operation, prepared: Summing | Sources) -> None:
+        if isinstance(prepared, list):
             assert operation.read is not None
             operation.read(prepared)
         elif self._between is None:
@@ -167,10 +179,6 @@ class Engine:
             prepared.sum()
             if prepared.result.numel():
                 operation.spreads = self._between(prepared.result, record.op_of(operation.word)), prepared
-        if operation.spreads is None and not self._crossing:
-            self._finish(operation)
-        else:
-            self._crossing.append(operation)
 
     def _arrived(self, operation: Operation) -> bool:
         if operation.spreads is not None:

@@ -41,6 +41,10 @@ def call_word(kind: int, dtype: torch.dtype, *, op: Op = Op.SUM, root: int = 0) 
     return kind | _OP_CODES[op] << 8 | _DTYPE_CODES[dtype] << 16 | root << 32
 
 
+def kind_of(word: int) -> str:
+    return _KINDS[word & 0xFF]
+
+
 def op_of(word: int) -> Op:
     return _OPS[word >> 8 & 0xFF]
 
@@ -53,7 +57,7 @@ def text_of(word: int, numel: int) -> str:
     """A call in the words of `api.describe`."""
     kind = word & 0xFF
     detail = op_of(word).value if kind == ALL_REDUCE else f"root={word >> 32}" if kind == BROADCAST else ""
-    return f"{_KINDS[kind]}({detail}) of {str(dtype_of(word)).removeprefix('torch.')}[{numel}]"
+    return f"{kind_of(word)}({detail}) of {str(dtype_of(word)).removeprefix('torch.')}[{numel}]"
 
 
 class ControlPage:
