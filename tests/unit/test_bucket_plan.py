@@ -169,14 +169,14 @@ def test_an_impossible_limit_is_refused() -> None:
 # ---- inline
 
 
-def test_inline_buckets_have_the_size_of_a_cache_and_the_last_one_is_small() -> None:
-    times = curve(*[(0.01 * index, 256 * KIB) for index in range(1, 33)])
+def test_inline_buckets_are_few_and_the_last_one_is_small() -> None:
+    times = curve(*[(0.01 * index, MIB) for index in range(1, 65)])
     cost = Cost(20e-6, 0.2e-9, inline=True)
     plan = plan_boundaries(times, cost)
     assert set(plan.bucket_bytes[:-2]) == {INLINE_BUCKET_BYTES}
-    assert plan.bucket_bytes[-1] == 256 * KIB
-    assert plan.predicted_exposed_s == pytest.approx(cost.of(256 * KIB))
-    assert plan.predicted_busy_s == pytest.approx(len(plan.groups) * 20e-6 + 8 * MIB * 0.2e-9)
+    assert plan.bucket_bytes[-1] == MIB
+    assert plan.predicted_exposed_s == pytest.approx(cost.of(MIB))
+    assert plan.predicted_busy_s == pytest.approx(len(plan.groups) * 20e-6 + 64 * MIB * 0.2e-9)
     assert "inline" in plan.describe()
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.autograd import Variable
 
 
-def task_id() -> int:
-    """The number of the backward this thread runs, -1 outside. A nested backward has a number of its own."""
-    return torch._C._current_graph_task_id()
+# The number of the backward this thread runs, -1 outside. A nested backward has a number of its own. Asked for every
+# gradient, so it is not wrapped in a function of ours.
+task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[], None]]":

@@ -141,13 +141,16 @@ class Bucket:
         that the transport may be reading at that moment, if it were still the view. With None in its place autograd
         makes a new tensor, which is added here, or, when the bucket has left already, in a second round at the end.
         """
+        view = slot.view
         if slot.held or scale == 0.0 or self._sparse:
             self._collect_seldom(slot, grad, scale)
-        elif grad is slot.view and grad.data_ptr() == slot.address:
-            if scale != 1.0:
-                grad.mul_(scale)
+        elif view.data_ptr() != slot.address or grad._is_view() or grad.layout is not torch.strided or scale != 1.0:
+            if grad is not view or view.data_ptr() != slot.address:
+                self._fill(slot, grad, scale)
+            elif scale != 1.0:
+                view.mul_(scale)
         else:
-            self._fill(slot, grad, scale)
+            view.copy_(grad)  # what nearly every gradient needs
         if self._on_stream:
             self._note_stream()
         slot.held = True
@@ -237,7 +240,7 @@ class Bucket:
         elif self._sparse:
             slot.param.grad = self.flat
         else:
-            slot.param.grad = self._own_view(slot)
+            slot.param.grad = slot.view if slot.view.data_ptr() == slot.address else self._own_view(slot)
 
     def _collect_sparse(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
         if grad.layout != torch.sparse_coo:

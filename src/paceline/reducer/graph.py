@@ -13,9 +13,9 @@ class GraphMemory:
         self._first: list[bool] | None = None
         self.changed = False
 
-    def compare(self, slots: Sequence[GradSlot], *, static: bool) -> GraphChanged | None:
-        """The error to raise when the graph was declared static and is not."""
-        now = [slot.used for slot in slots]
+    def compare(self, slots: Sequence[GradSlot], *, everything: bool, static: bool) -> GraphChanged | None:
+        """The error to raise when the graph was declared static and is not. `everything`: all parameters were used."""
+        now = [True] * len(slots) if everything else [slot.used for slot in slots]
         if self._first is None:
             self._first = now
         if self._first == now:

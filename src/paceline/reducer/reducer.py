@@ -333,11 +333,12 @@ class Reducer:
     def _send_words(self) -> None:
         quiet = self._shadowing or self._aborting
         slots = self.set.slots
+        everything = len(self.ready_order) == len(slots)
         if not quiet:
-            self._graph_error = self.graph.compare(slots, static=self.settings.static_graph)
+            self._graph_error = self.graph.compare(slots, everything=everything, static=self.settings.static_graph)
         words = Words(
             reduction=self.reductions,
-            unused=0 if quiet else sum(not (slot.used or slot.asleep) for slot in slots),
+            unused=0 if quiet or everything else sum(not (slot.used or slot.asleep) for slot in slots),
             late=self._late,
             mode=self.weighting.mode,
             weight=self.weighting.total,

@@ -14,7 +14,7 @@ from paceline.collectives.shm.link import BEGUN, FINISHED, HALF, Farewell, Link,
 from paceline.collectives.shm.memory import Descriptor
 from paceline.collectives.shm.record import ControlPage
 
-SPIN_S = 0.00003
+SPIN_S = 0.0003
 
 
 class Mesh:

@@ -9,7 +9,7 @@ from paceline.collectives.api import Op
 Sources = list[torch.Tensor]
 
 LINE = 64  # bytes; ranks write to different cache lines
-PIECE = 512 << 10  # bytes of one copy: what was just summed is still in the cache when it is spread
+PIECE = 1 << 20  # bytes of one copy: what was just summed is still in the cache when it is spread
 
 _COMBINE: dict[Op, Callable[..., torch.Tensor]] = {
     Op.SUM: torch.add,
