@@ -519,7 +519,7 @@ def test_of_two_replicas_of_a_module_the_first_reduces_again_when_the_second_is_
         module = mlp(3, 4, 2)
         one = DDP(module, transport=transport)
         two = DDP(module, transport=transport)
-        summed(two, 0).backward()
+        summed(module, 0).backward()  # `two`, made last, reduces
         del two
         summed(module, 0).backward()
         assert one._core.reductions == 1

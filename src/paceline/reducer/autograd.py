@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-
 # The number of the backward this thread runs, -1 outside. A nested backward has a number of its own. Asked for every
 # gradient, so it is not wrapped in a function of ours.
 task_id: Callable[[], int] = torch._C._current_graph_task_id
