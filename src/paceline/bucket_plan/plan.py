@@ -22,7 +22,7 @@ from paceline.layout import MIB, BucketCaps, cap_groups
 Groups = tuple[tuple[int, ...], ...]  # parameter indices of each bucket, in the order of launches
 
 # See `_plan_inline`.
-INLINE_BUCKET_BYTES = 16 * MIB
+INLINE_BUCKET_BYTES = 32 * MIB
 RESERVE = 1.5
 
 
