@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def work(rank: int, size: int, steps: int) -> None:
             optimizer.zero_grad()
             marks.append(time.perf_counter())
             if step >= WARMUP:
-                samples[name].append([b - a for a, b in zip(marks, marks[1:], strict=False)])
+                samples[name].append([b - a for a, b in pairwise(marks)])
     if rank == 0:
         model = contenders["paceline"][0]
         sys.stdout.write(json.dumps(summary(samples, model, size, steps)) + "\n")
