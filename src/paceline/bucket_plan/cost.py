@@ -70,8 +70,7 @@ class Ready:
 class ReadyCurve:
     """When the gradients became ready, earliest first, and when backward ended.
 
-    Times are those of computing alone: what an inline transport did between gradients is taken out. A parameter that
-    took no part is ready when backward ends.
+    A parameter that took no part is ready when backward ends.
     """
 
     gradients: tuple[Ready, ...]

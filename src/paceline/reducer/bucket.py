@@ -172,7 +172,7 @@ class Bucket:
 
     def join_streams(self) -> None:
         """Order the current stream after all that gradients were made on, so that a collective may start from it."""
-        if len(self.streams) > 1:
+        if self.streams:
             current = torch.cuda.current_stream(self.spec.device)
             for stream in self.streams:
                 if stream != current:

@@ -129,8 +129,18 @@ class BucketSet:
         if self._planned is None or any(slot.held for slot in self.slots):
             return False
         self.layout, self._planned = self._planned, None
-        if not self.laid:
-            return True
+        if self.laid:
+            self._move(transport)
+        return True
+
+    def move_memory(self, transport: Transport) -> None:
+        """Take memory of another transport, and forget what was planned with the one before."""
+        self._planned = None
+        if self.laid:
+            self._move(transport)
+
+    def _move(self, transport: Transport) -> None:
+        """Lay the buckets anew. Gradients that are views move along."""
         moved = [(slot, slot.view) for slot in self.slots if slot.attached()]
         if not moved:  # then old and new buckets need not exist together
             self.buckets.clear()
@@ -140,7 +150,6 @@ class BucketSet:
         for slot, old_view in moved:
             slot.view.copy_(old_view)
             slot.param.grad = slot.view
-        return True
 
 
 def _allocate(layout: Layout, transport: Transport) -> list[torch.Tensor | None]:

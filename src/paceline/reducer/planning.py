@@ -3,7 +3,8 @@
     reduction 1      the order in which gradients become ready; buckets are laid out in it
     reduction 3      when each becomes ready, and what a reduction costs here; buckets are cut to end first
 
-Rank 0 decides, all take up the new layout at the next step. With torch's size arguments only the order is learnt.
+Where the computing thread reduces by itself, times matter little and the plan is made after reduction 1 already. Rank 0
+decides, all take up the new layout at the next step. With torch's size arguments only the order is learnt.
 """
 
 import time
@@ -13,7 +14,6 @@ import torch
 
 from paceline.bucket_plan import Cost, Plan, ReadyCurve, decode_groups, encode_groups, fit_cost, plan_boundaries
 from paceline.collectives.api import Transport, Work
-from paceline.collectives.reduction import Reduction
 from paceline.collectives.wait import finish
 from paceline.layout import MIB, Layout, lay_groups, plan_layout
 from paceline.reducer.buckets import BucketSet
@@ -37,9 +37,9 @@ class Planning:
         self.plan: Plan | None = None
         self.measures = False  # the times of the backward that runs are wanted
 
-    def begin(self, number: int) -> None:
-        """Reduction `number` begins."""
-        wanted = self._settings.plans_buckets and self._transport.size > 1 and self.plan is None
+    def begin(self, number: int, *, chains: bool) -> None:
+        """Reduction `number` begins. One that `chains` may keep state by bucket, so its buckets are not cut anew."""
+        wanted = self._settings.plans_buckets and self._transport.size > 1 and self.plan is None and not chains
         self.measures = wanted and (self._transport.inline or number >= PLAN_AT)
         if self.measures:
             self._clock.begin()
@@ -51,9 +51,9 @@ class Planning:
         if self.measures:
             self._clock.end()
 
-    def after_reduction(self, buckets: BucketSet, reduction: Reduction, ready_order: Sequence[int]) -> None:
+    def after_reduction(self, buckets: BucketSet, ready_order: Sequence[int]) -> None:
         """All ranks call it after a reduction in which rank 0 saw gradients become ready."""
-        if self.measures and not reduction.chains:  # such reductions may keep state by bucket
+        if self.measures:
             self._plan(buckets, ready_order)
         elif not self.order_learned:
             self._learn_order(buckets, ready_order)

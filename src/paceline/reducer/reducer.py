@@ -8,7 +8,7 @@ collectives. Nothing here looks at the graph: a parameter that took no part is o
 """
 
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -212,9 +212,9 @@ class Reducer:
         self.uses, error = settled.uses, settled.error
         if not self.optimizes_in_backward:
             hand_back(self.set, self.uses, lent=self._shadowing)
-        if words[0].ready:
-            self.planning.after_reduction(self.set, self.reduction, self.ready_order)
         self.ledger.reduced()
+        if words[0].ready:
+            self.planning.after_reduction(self.set, self.ready_order)
         self._wait_for_buffer_hooks()
         if any(row.graph_changed for row in words):
             error = error or self._graph_error or agreement.graph_error(words)
@@ -238,7 +238,7 @@ class Reducer:
             self._prepare()
         syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap
         backward = self._backwards.open(task, syncs=syncs, alone=alone)
-        if alone and not self._hooks:
+        if alone and not self._hooks and backward.adds is not False:
             self._begin(backward)
         return backward
 
@@ -265,6 +265,7 @@ class Reducer:
             and self.reduction.trivial_alone
             and self.weighting.plain
             and not self.settings.hold
+            and not self.set.laid  # once there are buckets, gradients go through them
         )
 
     def _prepare(self) -> None:
@@ -279,7 +280,8 @@ class Reducer:
             if backward is None:
                 return
             if backward.alone and not self._hooks:
-                self._finish_alone(backward)
+                if backward.delivered:
+                    self._finish_alone(backward)
             elif backward.reduces:
                 if not backward.delivered:  # the loss touched no parameter, but the other ranks wait
                     self._begin_reduction()
@@ -291,8 +293,6 @@ class Reducer:
 
     def _finish_alone(self, backward: Backward) -> None:
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)
-        if self.on_finished is not None:
-            self.on_finished()
         if backward.syncs:
             self._wait_for_buffer_hooks()
             self.ledger.reduced()
@@ -303,7 +303,7 @@ class Reducer:
     def _begin_reduction(self) -> None:
         self.reductions += 1
         self.ready_order = []
-        self.planning.begin(self.reductions)
+        self.planning.begin(self.reductions, chains=self.reduction.chains)
         self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
 
     def _reset(self) -> None:
@@ -364,7 +364,7 @@ class Reducer:
             if self._hooks:
                 if any(slot.asleep for slot in self.set.slots):
                     self._hooks.wake()
-            elif self.settings.unused == "error" or self.settings.static_graph or not self._is_alone():
+            elif self.settings.asks_for_uses or self._hooks.shared() or not self._is_alone():
                 self._hooks.hang()
             if self._backwards.failed():
                 self.abandon()
@@ -384,6 +384,10 @@ class Reducer:
         nested backwards, or when it touches no parameter."""
         if self._on_output_backward not in (output._backward_hooks or {}).values():  # a module may return its input
             output.register_hook(self._on_output_backward)
+
+    def watch_parameters(self) -> None:
+        """Hook the parameters also in a world of one: there is no output whose backward could be watched."""
+        self._hooks.hang()
 
     def _on_output_backward(self, _: torch.Tensor) -> None:
         with self._lock:
@@ -428,6 +432,9 @@ class Reducer:
             backward = self._backwards.close()
             if backward is None or not backward.reduces:
                 return
+            if backward.alone and not self._hooks:  # as with the bare module, what it has left stays
+                self.ledger.closed()
+                return
             if self._broken:  # no collective of ours would fit what the others do; the watch names us to them
                 self._reset()
                 return
@@ -455,14 +462,6 @@ class Reducer:
                 self._reset()  # what an earlier micro has left was thrown away by zero_grad()
             return stale
 
-    def show_weighted(self) -> None:
-        """The reverse of `hold_weighted`: show the weighted sums, so that zero_grad() can throw them away."""
-        self.set.show_all()
-
-    def unreduced(self, params: Container[int]) -> list[str]:
-        """Names of parameters, of those with these ids, whose gradients were not reduced since they were added to."""
-        return self.ledger.unreduced(self.set.slots, params, syncs=self.sync_on)
-
     def others_wait(self) -> bool:
         """Whether the loss of a training forward touched no parameter here, so that the others still wait."""
         if self._backwards.failed():
@@ -478,6 +477,7 @@ class Reducer:
         self.transport = transport
         self.divisor = transport.size
         self.reductions = 0
+        self.set.move_memory(transport)
         self.planning = Planning(self.settings, transport, self.layout.params[0].device)
 
     def relay_now(self) -> bool:

@@ -17,3 +17,8 @@ class ReducerSettings:
     timeout_s: float | None = None
     skip_unused: bool = False  # the user vouches that ranks agree on unused parameters: leave out unused buckets
     hold: bool = False  # never show unreduced gradients: their dtype is not the parameter's (mixed precision)
+
+    @property
+    def asks_for_uses(self) -> bool:
+        """Whether it matters which parameters took part, also in a world of one."""
+        return self.unused == "error" or self.static_graph

@@ -35,6 +35,10 @@ class ParamHooks:
             self._handles = [slot.param.register_post_accumulate_grad_hook(hook) for slot in self._slots]
             self.wake()
 
+    def shared(self) -> bool:
+        """Whether another replica has hooked some of the parameters."""
+        return any(self._others(slot) for slot in self._slots if slot.param._post_accumulate_grad_hooks)
+
     def __bool__(self) -> bool:
         """Whether the parameters are hooked."""
         return bool(self._handles)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -45,6 +45,16 @@ def check_objects(*, timeout: float | None, transport: Any, reduction: Any) -> N
         )
     if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
         raise UsageError(f"timeout={timeout!r} is not a time; expected seconds above zero, or None")
+
+
+def describe_reduction(reduction: Any) -> str:
+    """Words that are equal on two ranks when the reductions are: the type, and those fields that say the same there."""
+    told = [
+        f"{item.name}={getattr(reduction, item.name)!r}"
+        for item in (fields(reduction) if is_dataclass(reduction) else ())
+        if isinstance(getattr(reduction, item.name), (bool, int, float, str, torch.dtype))
+    ]
+    return f"{type(reduction).__name__}({', '.join(told)})"
 
 
 def check_module(module: Any) -> None:

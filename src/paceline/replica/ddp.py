@@ -4,7 +4,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -111,7 +110,10 @@ class DistributedDataParallel(TorchSurface):
         self._join_world(transport, process_group, device_mesh)
         self._settings = ReducerSettings(
             caps=BucketCaps.from_mib(bucket_cap_mb, bucket_cap_mb_list),
-            plans_buckets=bucket_plan == "auto" and bucket_cap_mb is None and not bucket_cap_mb_list,
+            plans_buckets=bucket_plan == "auto"
+            and bucket_cap_mb is None
+            and not bucket_cap_mb_list
+            and len({param.device for param in module.parameters()}) <= 1,  # times of two devices do not compare
             overlap=overlap,
             unused=unused,
             timeout_s=timeout,
@@ -176,7 +178,7 @@ class DistributedDataParallel(TorchSurface):
             "forward_sync_buffers": self.forward_sync_buffers,
             "skip_all_reduce_unused_params": s.skip_unused,
             "mixed_precision": self.mixed_precision,
-            "reduction": repr(self._reduction) if is_dataclass(self._reduction) else type(self._reduction).__name__,
+            "reduction": arguments.describe_reduction(self._reduction),
         }
         start_equal.check_structure(start_equal.describe(named, settings), self._transport, s.timeout_s)
 
@@ -289,9 +291,11 @@ class DistributedDataParallel(TorchSurface):
         grad_enabled = torch.is_grad_enabled()
         self.require_forward_param_sync = grad_enabled and self.require_backward_grad_sync
         if grad_enabled:
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    core.watch_backward(tensor)
+            watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+            for tensor in watched:
+                core.watch_backward(tensor)
+            if not watched:
+                core.watch_parameters()
         elif self._narrow is not None:
             self._narrow.widen()
         core.trace.stamp(Moment.FORWARD_END, core.reductions)
@@ -380,7 +384,7 @@ class DistributedDataParallel(TorchSurface):
         finally:
             weighting.current = before
             if before is None:
-                core.show_weighted()
+                core.set.show_all()  # so that zero_grad() can throw them away
 
     def join(
         self,

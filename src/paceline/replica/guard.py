@@ -72,7 +72,7 @@ class StepGuard:
             logger.warning(JOINED, reducer.transport.rank)
             reducer.reduce_now()
         if refuses:
-            names = reducer.unreduced(params)
+            names = reducer.ledger.unreduced(reducer.set.slots, params, syncs=reducer.sync_on)
             if names:
                 raise UnreducedGradients(_message(names))
         reducer.ledger.stepped()

@@ -192,7 +192,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         """Go on in another group; the next reduction learns the order of gradients again."""
         self._core.abandon()
         if new_process_group != dist.GroupMember.NON_GROUP_MEMBER:
-            self._join_world("auto", new_process_group, None)
+            self._join_world(getattr(self, "_transport_choice", "auto"), new_process_group, None)
             self._take_own_transport()
             self._core.move_to(self._transport)
 

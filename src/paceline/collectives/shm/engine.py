@@ -251,6 +251,7 @@ class Engine:
         would cost more than the reduction where there are more ranks than cores.
         """
         mesh = self.mesh
+        mesh.count_gone()
         lacking = [link for link in mesh.links if link.finished <= operation.number]
         for link in lacking:
             if link.gone is not None:

@@ -167,6 +167,13 @@ class Mesh:
             link.count()  # last: all that it signalled before it left still counts
         self._add_up()
 
+    def count_gone(self) -> None:
+        """Take what peers have signalled before they left."""
+        for link in self.links:
+            if link.gone is not None:
+                link.count()
+        self._add_up()
+
     def _add_up(self) -> None:
         # A rank that is alone on its host waits for nobody there.
         self.begun = min((link.begun for link in self.links), default=self._own_begun)

@@ -77,20 +77,27 @@ class Summing:
                 other.copy_(piece[0])
 
     def sum(self) -> None:
-        """Combine only; the result of this host is then in `result`."""
+        """Combine only; the result of this host is then in `result`. Half precision is divided here, or the sum of the
+        hosts could overflow."""
         for piece in self._pieces:
-            self._sum(piece, 1)
+            self._sum(piece, self._divide_by if self._wide else 1)
 
     def spread(self) -> None:
         """Divide what has been made of `result` and write it to all copies."""
         for first, others in self._pieces:
-            _divide(first, self._divide_by)
+            if not self._wide:
+                _divide(first, self._divide_by)
             for other in others:
                 other.copy_(first)
 
     def _sum(self, piece: "_Piece", divide_by: int) -> None:
         first, others = piece
         if not self._wide:
+            if divide_by > 1 and divide_by & (divide_by - 1) == 0:  # exact, so divide first: the sum may overflow
+                first.mul_(1 / divide_by)
+                for other in others:
+                    torch.add(first, other, alpha=1 / divide_by, out=first)
+                return
             for other in others:
                 self._combine(first, other, out=first)
             _divide(first, divide_by)
