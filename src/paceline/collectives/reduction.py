@@ -53,6 +53,13 @@ class GradBucket:
         return self._last
 
 
+def used_here(tensor: torch.Tensor) -> None:
+    """Keep memory of a device from being given away while the current stream reads it: it was allocated on the stream
+    of a gradient, which may be another one."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def nothing_to_land() -> None:
     """The result is in the bucket's own memory already."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.collectives.api import Op, Transport
-from paceline.collectives.reduction import Flight, GradBucket
+from paceline.collectives.reduction import Flight, GradBucket, used_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,5 +47,6 @@ class Wire:
 
         def land() -> None:
             full.copy_(narrow)
+            used_here(narrow)
 
         return Flight(transport.all_reduce(narrow, op), land)

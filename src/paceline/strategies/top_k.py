@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from paceline.collectives.api import Op, Transport
-from paceline.collectives.reduction import Flight, GradBucket
+from paceline.collectives.reduction import Flight, GradBucket, used_here
 from paceline.errors import UsageError
 from paceline.strategies.memory import ParamMemory, clear_unless_finite
 from paceline.strategies.sparse import mean_of_rows
@@ -63,6 +63,7 @@ class TopK:
                 places, theirs = _unpacked(row, count, flat.dtype)
                 wide.index_add_(0, places, theirs.to(wide.dtype))
             flat.copy_(wide.div_(transport.size))
+            used_here(gathered)
 
         return Flight(transport.all_gather(gathered, part), land)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.collectives.api import Op, Transport
-from paceline.collectives.reduction import Flight, GradBucket
+from paceline.collectives.reduction import Flight, GradBucket, used_here
 from paceline.strategies.sparse import mean_of_rows
 
 
@@ -28,5 +28,6 @@ class Wide:
 
         def land() -> None:
             narrow.copy_(wide)
+            used_here(wide)
 
         return Flight(transport.all_reduce(wide, Op.MEAN), land)
