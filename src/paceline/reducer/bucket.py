@@ -144,13 +144,11 @@ class Bucket:
         view = slot.view
         if slot.held or scale == 0.0 or self._sparse:
             self._collect_seldom(slot, grad, scale)
-        elif view.data_ptr() != slot.address or grad._is_view() or grad.layout is not torch.strided or scale != 1.0:
-            if grad is not view or view.data_ptr() != slot.address:
-                self._fill(slot, grad, scale)
-            elif scale != 1.0:
+        elif grad is view and view.data_ptr() == slot.address:
+            if scale != 1.0:
                 view.mul_(scale)
         else:
-            view.copy_(grad)  # what nearly every gradient needs
+            self._fill(slot, grad, scale)
         if self._on_stream:
             self._note_stream()
         slot.held = True
@@ -240,7 +238,7 @@ class Bucket:
         elif self._sparse:
             slot.param.grad = self.flat
         else:
-            slot.param.grad = slot.view if slot.view.data_ptr() == slot.address else self._own_view(slot)
+            slot.param.grad = self._own_view(slot)
 
     def _collect_sparse(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
         if grad.layout != torch.sparse_coo:

@@ -169,10 +169,11 @@ class Mesh:
 
     def count_gone(self) -> None:
         """Take what peers have signalled before they left."""
-        for link in self.links:
-            if link.gone is not None:
-                link.count()
-        self._add_up()
+        gone = [link for link in self.links if link.gone is not None]
+        for link in gone:
+            link.count()
+        if gone:
+            self._add_up()
 
     def _add_up(self) -> None:
         # A rank that is alone on its host waits for nobody there.
