@@ -7,8 +7,9 @@ from torch import nn
 from paceline.collectives import LocalTransport
 from paceline.errors import IllegalMove
 from paceline.layout import BucketCaps, ParamMeta, plan_layout
-from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.buckets import BucketSet
+from paceline.reducer.slot import GradSlot
 
 FILLING, FULL, FLYING, LANDED = BucketState
 

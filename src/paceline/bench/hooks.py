@@ -13,7 +13,7 @@ Samples = dict[str, dict[int, list[list[float]]]]
 
 
 def run_hooks(spec: HooksSpec, say: Say = lambda _: None) -> HooksReport:
-    """Time forward and backward with and without a reducer; models differ in their number of parameters only."""
+    """Time steps with and without a reducer; the models differ in their number of parameters only."""
     worlds, counts = numbers(spec.worlds), numbers(spec.parameters)
     orders = [
         Order(f"{label}@{world}", "hooks", asdict(spec), world, 1, "cpu")

@@ -39,7 +39,7 @@ def series_chart(report: dict[str, Any]) -> Any:
 
 def hooks_chart(report: dict[str, Any]) -> Any:
     """What is added to the bare model, by number of parameters."""
-    figure, axes = new_figure("What the reducer adds to forward and backward", report, 4.6, right=0.82)
+    figure, axes = new_figure("What the reducer adds to a step without an optimizer", report, 4.6, right=0.82)
     labels = [f"{row['label']}, {row['world']} rank{'s' if row['world'] > 1 else ''}" for row in report["rows"]]
     ends = []
     shades = ("-", (0, (4, 2)), (0, (1, 1)))

@@ -47,11 +47,14 @@ def hooks_tables(report: HooksReport) -> list[Table]:
     ]
     notes = [f"{label}: failed: {message}" for label, message in report.failures.items()]
     notes.append(
-        f"time of forward and backward above the bare model's, over {report.spec['parameters']} parameters of "
-        f"{report.spec['numel']} elements: the slope (median of pairwise slopes), and what is left at zero parameters"
+        "time of zero_grad, forward and backward above the bare model's, over "
+        f"{report.spec['parameters']} parameters of {report.spec['numel']} elements: "
+        "the slope (median of pairwise slopes), and what is left at zero parameters"
     )
     return [
-        Table("what the reducer adds to forward and backward", header, rows, [*notes, *where(report.circumstances)])
+        Table(
+            "what the reducer adds to a step without an optimizer", header, rows, [*notes, *where(report.circumstances)]
+        )
     ]
 
 

@@ -16,7 +16,7 @@ import torch
 from paceline.collectives.api import Transport
 from paceline.collectives.wait import finish
 from paceline.errors import BackwardAborted, CollectiveMismatch, GraphChanged, UnusedParameters
-from paceline.reducer.bucket import GradSlot
+from paceline.reducer.slot import GradSlot
 
 logger = logging.getLogger("paceline")
 

@@ -1,6 +1,7 @@
 """The memory of one bucket, and the gradients that are views of it."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from enum import Enum, auto
 
 import torch
@@ -8,6 +9,8 @@ import torch
 from paceline.collectives.reduction import Flight, GradBucket
 from paceline.errors import IllegalMove
 from paceline.layout import BucketSpec, ParamMeta
+from paceline.reducer.arrivals import SMALL_BYTES, Arrivals
+from paceline.reducer.slot import GradSlot
 
 
 class BucketState(Enum):
@@ -27,58 +30,6 @@ _NEXT_STATES = {
 }
 
 
-class GradSlot:
-    """One parameter's place in its bucket, and what of the current step is in it."""
-
-    __slots__ = (
-        "address",
-        "asleep",
-        "bucket",
-        "dirty",
-        "fired",
-        "held",
-        "index",
-        "kept",
-        "late",
-        "meta",
-        "offset",
-        "param",
-        "used",
-        "view",
-    )
-
-    def __init__(self, index: int, meta: ParamMeta, param: torch.Tensor) -> None:
-        self.index = index
-        self.meta = meta
-        self.param = param
-        # Where the gradient lives: set by the bucket, again after every re-layout.
-        self.bucket: Bucket
-        self.view = torch.empty(0)
-        self.offset = 0
-        self.address = 0
-        self.asleep = False  # another replica that shares the parameter reduces it
-        # What of the current step is known.
-        self.fired = False  # autograd has delivered a gradient in this backward
-        self.held = False  # the bucket holds gradients of this step and `param.grad` is None
-        self.used = False  # took part in some backward since the last reduction
-        self.dirty = False  # has gradients that were not reduced
-        self.late = False  # a nested backward delivered more after the bucket had left
-        self.kept: torch.Tensor | None = None  # the gradient to give back if no rank used the parameter
-
-    def attached(self) -> bool:
-        """Whether `param.grad` is the view into the bucket, and no one gave that view other memory."""
-        return self.param.grad is self.view and not self.meta.sparse and self.view.data_ptr() == self.address
-
-    def leave_bucket(self) -> None:
-        """Keep no reference to the bucket's memory, so that it can be freed before the next one is allocated."""
-        del self.bucket
-        self.view = torch.empty(0)
-
-    def clear(self) -> None:
-        self.fired = self.held = self.used = self.dirty = self.late = False
-        self.kept = None
-
-
 class Bucket:
     """One flat buffer of gradients that are reduced together."""
 
@@ -94,6 +45,7 @@ class Bucket:
         self.flat = _no_rows(slots[0].meta) if flat is None else flat
         self._sparse = spec.sparse
         self._on_stream = spec.device.type == "cuda"
+        self._arrivals = Arrivals(torch.empty(0) if flat is None else flat)
         for slot, place in zip(self.slots, spec.slots, strict=True):
             slot.bucket = self
             slot.offset = place.offset
@@ -111,6 +63,7 @@ class Bucket:
         else:
             slot.view = self.flat[slot.offset : slot.offset + slot.meta.numel].view(slot.meta.shape)
         slot.address = slot.view.data_ptr()
+        slot.small = slot.meta.nbytes <= SMALL_BYTES
 
     def move(self, to: BucketState) -> None:
         """Enter state `to`; a move that is not in the table is an error of ours and is refused."""
@@ -125,6 +78,7 @@ class Bucket:
         self.flight = None
         self.skipped = False
         self.streams.clear()
+        self._arrivals.drop()
 
     def grad_bucket(self, *, last: bool) -> GradBucket:
         views = [self.flat] if self._sparse else [slot.view for slot in self.slots]
@@ -141,35 +95,47 @@ class Bucket:
         that the transport may be reading at that moment, if it were still the view. With None in its place autograd
         makes a new tensor, which is added here, or, when the bucket has left already, in a second round at the end.
         """
-        view = slot.view
-        if slot.held or scale == 0.0 or self._sparse:
-            self._collect_seldom(slot, grad, scale)
-        elif grad is view and view.data_ptr() == slot.address:
-            if scale != 1.0:
-                view.mul_(scale)
-        else:
-            self._fill(slot, grad, scale)
         if self._on_stream:
             self._note_stream()
+        if not slot.small or slot.held or grad is slot.view or not self._arrivals.admit(slot, grad, scale):
+            self._collect_one(slot, grad, scale)
         slot.held = True
         slot.param.grad = None
 
-    def _collect_seldom(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
+    def _collect_one(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
+        if slot.held or scale != self._arrivals.scale:
+            self.flush()
+            self._arrivals.start(scale)
         if scale == 0.0:  # not a product: a rank without tokens may well have a gradient that is not finite
             if not slot.held:
                 self.zero(slot)
         elif self._sparse:
             self._collect_sparse(slot, grad, scale)
-        else:
+        elif slot.held:
             slot.view.add_(grad, alpha=scale)
+        elif grad is not slot.view or slot.view.data_ptr() != slot.address:
+            self._fill(slot, grad, scale)
+        elif scale != 1.0:
+            slot.view.mul_(scale)
+
+    def flush(self) -> None:
+        """Have the small gradients that have arrived in memory."""
+        if self._arrivals:
+            with torch.cuda.stream(self.streams[-1]) if self.streams else nullcontext():
+                self._arrivals.copy()
 
     def _note_stream(self) -> None:
+        """Remember the stream of the gradient that comes next; those that arrived on another one are copied there."""
         stream = torch.cuda.current_stream(self.spec.device)
-        if stream not in self.streams:
+        if not self.streams or stream != self.streams[-1]:
+            self.flush()
+            if stream in self.streams:
+                self.streams.remove(stream)
             self.streams.append(stream)
 
-    def join_streams(self) -> None:
-        """Order the current stream after all that gradients were made on, so that a collective may start from it."""
+    def complete(self) -> None:
+        """All gradients are in: have them in memory for whoever goes on from the current stream."""
+        self.flush()
         if self.streams:
             current = torch.cuda.current_stream(self.spec.device)
             for stream in self.streams:
@@ -187,6 +153,7 @@ class Bucket:
     def show(self, slot: GradSlot) -> None:
         """Make a held gradient visible as `param.grad` again, unreduced."""
         if slot.held and not self._sparse:
+            self.flush()
             slot.param.grad = slot.view
             slot.held = False
 
@@ -230,15 +197,18 @@ class Bucket:
 
     def hand_back(self, slot: GradSlot, *, touched: bool) -> None:
         """Give the gradient back to the parameter. `touched=False`: no rank used it, so it is as it was before."""
-        if not touched:
-            if slot.kept is None or self._sparse:
-                slot.param.grad = slot.kept
-            else:
-                slot.param.grad = self._own_view(slot).copy_(slot.kept)
-        elif self._sparse:
-            slot.param.grad = self.flat
+        if touched:
+            slot.param.grad = self.flat if self._sparse else slot.view
+        elif slot.kept is None or self._sparse:
+            slot.param.grad = slot.kept
         else:
-            slot.param.grad = self._own_view(slot)
+            slot.param.grad = slot.view.copy_(slot.kept)
+
+    def hand_all_back(self) -> None:
+        """The same for all gradients, where every rank used every parameter."""
+        for slot in self.slots:
+            if not slot.asleep:
+                slot.param.grad = self.flat if self._sparse else slot.view
 
     def _collect_sparse(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
         if grad.layout != torch.sparse_coo:
@@ -286,8 +256,3 @@ def _no_rows(meta: ParamMeta) -> torch.Tensor:
     indices = torch.empty((1, 0), dtype=torch.int64, device=meta.device)
     values = torch.empty((0, *meta.shape[1:]), dtype=meta.dtype, device=meta.device)
     return torch.sparse_coo_tensor(indices, values, meta.shape, check_invariants=False)
-
-
-def is_something(grad: torch.Tensor | None) -> bool:
-    """Whether there is a gradient other than the zeros of `zero_grad(set_to_none=False)`."""
-    return grad is not None and bool(grad.any() if grad.layout == torch.strided else grad._nnz())

@@ -8,7 +8,8 @@ import torch
 from paceline.collectives.api import Transport
 from paceline.errors import BucketsTooLarge
 from paceline.layout import ALIGN_BYTES, BucketCaps, Layout, plan_layout
-from paceline.reducer.bucket import Bucket, BucketState, GradSlot, is_something
+from paceline.reducer.bucket import Bucket, BucketState
+from paceline.reducer.slot import GradSlot, is_something
 
 
 class BucketSet:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from paceline.errors import GraphChanged
-from paceline.reducer.bucket import GradSlot
+from paceline.reducer.slot import GradSlot
 
 
 class GraphMemory:

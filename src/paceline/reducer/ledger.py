@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Sequence
 
-from paceline.reducer.bucket import GradSlot, is_something
+from paceline.reducer.slot import GradSlot, is_something
 
 
 class StepLedger:

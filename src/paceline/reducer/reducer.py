@@ -21,7 +21,7 @@ from paceline.layout import Layout
 from paceline.reducer import agreement, autograd
 from paceline.reducer.agreement import Mode, SentWords, Words
 from paceline.reducer.backward import Backward, Backwards
-from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.graph import GraphMemory
 from paceline.reducer.ledger import StepLedger
@@ -29,6 +29,7 @@ from paceline.reducer.planning import Planning
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.settle import hand_back, settle
 from paceline.reducer.sharing import ParamHooks
+from paceline.reducer.slot import GradSlot
 from paceline.reducer.weighting import Division, Weighting
 from paceline.trace import Moment, Trace
 
@@ -74,6 +75,7 @@ class Reducer:
         self._words: SentWords | None = None
         self._late = 0  # gradients that came after their bucket had left
         self.set = BucketSet(params, layout)
+        self._slot_of = self.set.slot_of
         self.planning = Planning(settings, transport, layout.params[0].device)
         self._hooks = ParamHooks(self)
         if not self._is_alone():
@@ -87,14 +89,13 @@ class Reducer:
             with torch.no_grad():
                 return self.on_grad_ready(param)
         with self._lock:
-            slot = self.set.slot_of[id(param)]
+            slot = self._slot_of[id(param)]
             grad = param.grad
             if slot.asleep or grad is None:  # None: autograd delivered an undefined gradient
                 return None
-            task = autograd.task_id()
             backward = self._backwards.current
-            if backward is None or backward.task != task:
-                backward = self._enter(task)
+            if backward is None or backward.task != autograd.task_id():
+                backward = self._enter(autograd.task_id())
             if not backward.delivered:
                 if param.grad is None:  # dropped with the gradients of a backward before this one that had failed
                     param.grad = grad
@@ -145,7 +146,7 @@ class Reducer:
                 return  # the collectives of its callbacks and those of the next bucket have no order among them
             bucket = self.set.buckets[self.set.next]
             bucket.move(BucketState.FLYING)
-            bucket.join_streams()
+            bucket.complete()
             self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
             if not bucket.skipped:
                 self._broken = True  # until the reduction has returned

@@ -46,6 +46,9 @@ def settle(
 def hand_back(buckets: BucketSet, uses: Sequence[int] | None, *, lent: bool) -> None:
     """Give every gradient back to its parameter. Where no rank used it, or it was only `lent`, as it was before."""
     for bucket in buckets.buckets:
+        if uses is None and not lent:
+            bucket.hand_all_back()
+            continue
         for slot in bucket.slots:
             if not slot.asleep:
                 bucket.hand_back(slot, touched=not lent and (uses is None or uses[slot.index] > 0))

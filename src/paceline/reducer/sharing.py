@@ -6,8 +6,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer import autograd
-from paceline.reducer.bucket import GradSlot
 from paceline.reducer.buckets import BucketSet
+from paceline.reducer.slot import GradSlot
 
 
 class Owner(Protocol):

@@ -47,12 +47,12 @@ class HooksTask:
         if count not in self._models:
             self._models[count] = self._wrap(Many(count, self._spec.numel))
             for _ in range(3):
-                self._backward(self._models[count], line_up)
+                self._step(self._models[count], line_up)
         model = self._models[count]
         gc.collect()
         gc.disable()
         try:
-            return {"seconds": [self._backward(model, line_up) for _ in range(self._spec.burst)]}
+            return {"seconds": [self._step(model, line_up) for _ in range(self._spec.burst)]}
         finally:
             gc.enable()
 
@@ -63,10 +63,12 @@ class HooksTask:
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         return model
 
-    def _backward(self, model: nn.Module, line_up: LineUp) -> float:
-        model.zero_grad()
+    def _step(self, model: nn.Module, line_up: LineUp) -> float:
+        """A step without an optimizer. zero_grad is part of it: there the bare model frees its gradients, which a
+        reducer that has copied them frees in backward."""
         line_up()
         begin = time.perf_counter()
+        model.zero_grad()
         model().backward()
         return time.perf_counter() - begin
 

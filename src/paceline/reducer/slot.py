@@ -1,0 +1,69 @@
+"""One parameter's place among the gradients."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.layout import ParamMeta
+
+if TYPE_CHECKING:
+    from paceline.reducer.bucket import Bucket
+
+
+class GradSlot:
+    """One parameter's place in its bucket, and what of the current step is in it."""
+
+    __slots__ = (
+        "address",
+        "asleep",
+        "bucket",
+        "dirty",
+        "fired",
+        "held",
+        "index",
+        "kept",
+        "late",
+        "meta",
+        "offset",
+        "param",
+        "small",
+        "used",
+        "view",
+    )
+
+    def __init__(self, index: int, meta: ParamMeta, param: torch.Tensor) -> None:
+        self.index = index
+        self.meta = meta
+        self.param = param
+        # Where the gradient lives: set by the bucket, again after every re-layout.
+        self.bucket: Bucket
+        self.view = torch.empty(0)
+        self.offset = 0
+        self.address = 0
+        self.small = False  # see SMALL_BYTES
+        self.asleep = False  # another replica that shares the parameter reduces it
+        # What of the current step is known.
+        self.fired = False  # autograd has delivered a gradient in this backward
+        self.held = False  # the bucket holds gradients of this step and `param.grad` is None
+        self.used = False  # took part in some backward since the last reduction
+        self.dirty = False  # has gradients that were not reduced
+        self.late = False  # a nested backward delivered more after the bucket had left
+        self.kept: torch.Tensor | None = None  # the gradient to give back if no rank used the parameter
+
+    def attached(self) -> bool:
+        """Whether `param.grad` is the view into the bucket, and no one gave that view other memory."""
+        return self.param.grad is self.view and not self.meta.sparse and self.view.data_ptr() == self.address
+
+    def leave_bucket(self) -> None:
+        """Keep no reference to the bucket's memory, so that it can be freed before the next one is allocated."""
+        del self.bucket
+        self.view = torch.empty(0)
+
+    def clear(self) -> None:
+        self.fired = self.held = self.used = self.dirty = self.late = False
+        self.kept = None
+
+
+def is_something(grad: torch.Tensor | None) -> bool:
+    """Whether there is a gradient other than the zeros of `zero_grad(set_to_none=False)`."""
+    return grad is not None and bool(grad.any() if grad.layout == torch.strided else grad._nnz())
