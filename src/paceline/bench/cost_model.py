@@ -7,7 +7,8 @@ Messages are those that follow one another; bytes are those that one rank sends 
     tree               2·log2 n                   2·log2 n · B         reduce, then broadcast, not pipelined
     shared memory      2(n−1) signals             2(n−1)/n · B         read the own slice of all, write it to all
 
-On one machine, ranks beyond its cores take turns, so both terms grow by n / cores there.
+On one machine, ranks beyond its cores take turns: bytes take n / cores as long, and a message waits for the turn of
+who is to get it, which is another α.
 
 Over hosts with g ranks each, h = n/g of them, every link between hosts is shared by the ranks of its host:
 
@@ -63,7 +64,7 @@ def seconds(algorithm: Algorithm, link: Link, ranks: int, nbytes: float, crowd: 
     if ranks == 1:
         return 0.0
     messages, share = algorithm.messages(ranks), algorithm.share(ranks)
-    return crowd * (link.alpha_s * messages + link.beta_s_per_byte * share * nbytes)
+    return link.alpha_s * messages + crowd * link.beta_s_per_byte * share * nbytes
 
 
 @dataclass(frozen=True, slots=True)

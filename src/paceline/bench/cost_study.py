@@ -32,10 +32,15 @@ def run_cost_model(spec: CostModelSpec, say: Say = lambda _: None) -> CostModelR
     cores = len(os.sched_getaffinity(0))
     fits, points, links = [], [], {}
     for label, found in measured.items():
-        fit, its_points = fit_contender(label, algorithms[label], found, spec, cores)
-        links[label] = Link(fit.alpha_s, fit.beta_s_per_byte)
-        fits.append(fit)
-        points += its_points
+        for crowded in (True, False):
+            part = [point for point in found if (point[0] > cores) is crowded]
+            if not set(numbers(spec.fit_ranks)) & {ranks for ranks, _, _ in part}:
+                continue
+            name = f"{label}, ranks > cores" if crowded else label
+            fit, its_points = fit_contender(name, algorithms[label], part, spec, cores)
+            links[label] = Link(fit.alpha_s, fit.beta_s_per_byte)  # of the last one: a core for every rank
+            fits.append(fit)
+            points += its_points
     inside = links.get("paceline") or links["gloo"]
     assumptions = _assumptions(spec, cores, transport)
     return CostModelReport(asdict(spec), Circumstances.now(), fits, points, forecast(spec, inside), assumptions)
@@ -51,7 +56,7 @@ def fit_contender(
     for ranks, nbytes, took in measured:
         if ranks in ranks_of_fit and nbytes in sizes:
             crowd = crowding(ranks, cores)
-            rows.append((crowd * algorithm.messages(ranks), crowd * algorithm.share(ranks) * nbytes, took))
+            rows.append((algorithm.messages(ranks), crowd * algorithm.share(ranks) * nbytes, took))
     link = Link(*fit_two(rows))
     points = [
         CostPoint(
@@ -90,7 +95,7 @@ def _assumptions(spec: CostModelSpec, cores: int, transport: str) -> list[str]:
     link = f"{spec.link_gbit:g} Gbit/s and {spec.link_latency_us:g} µs per message"
     return [
         f"paceline moved bytes through {transport}; {fitted}",
-        f"ranks beyond this machine's {cores} cores take turns: both terms grow by ranks / cores",
+        f"ranks beyond this machine's {cores} cores take turns: bytes take ranks / cores as long, α is fitted anew",
         f"between hosts nothing was measured: {link} for every host, full duplex, switches without contention",
         f"{spec.ranks_per_host} ranks a host, each with a core of its own; inside a host paceline's fit is used",
         "adding up is part of β; stragglers, failures and software that slows with the number of ranks are left out",

@@ -196,7 +196,7 @@ class CostModelSpec:
 
     fit_ranks: str = option("2,4", "numbers of ranks whose points the model is fitted to")
     check_ranks: str = option("3,6,8", "numbers of ranks whose points it is checked against")
-    sizes: str = option("16KiB,64KiB,256KiB,1MiB,4MiB,16MiB", "sizes; every second one is fitted to")
+    sizes: str = option("16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB", "sizes; every second one is fitted to")
     rounds: int = option(4, "turns at every size")
     gradient_bytes: str = option("128MiB", "what is reduced in the forecast")
     ranks_per_host: int = option(8, "ranks of one host in the forecast")
