@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline.collectives import Transport
 from paceline.collectives.reduction import Reduction
 from paceline.collectives.threads import run
+from paceline.errors import UsageError
+from paceline.strategies.fixed_order import FixedOrder
 from paceline.strategies.names import NAMES, by_name
 from paceline.strategies.power_sgd import PowerSGD
 from paceline.strategies.top_k import TopK
@@ -76,3 +79,69 @@ def test_a_fixed_order_has_the_bits_of_threads_whatever_the_buckets(procs: Pool,
     for cap in (1e-6, 25):
         for result in procs(3).run(ordered, cap, transport):
             assert_same_bits(unpacked(result), expected)
+
+
+class PythonGroup(dist.ProcessGroup):
+    """A group written in Python, over another one. It has what a replica needs, and no exchange."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self._inner = inner
+
+    def name(self) -> str:
+        return "python"
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        return self._inner.allreduce(tensors, options)
+
+    def broadcast(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        return self._inner.broadcast(tensors, options)
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
+        return self._inner.allgather(outputs, inputs, options)
+
+
+def over_a_group_without_exchange(rank: int, size: int) -> str:
+    assert dist.group.WORLD is not None
+    group = PythonGroup(dist.group.WORLD)
+    with pytest.raises(UsageError) as refused:
+        DDP(mlp(5, 7, 3), reduction=FixedOrder(), process_group=group)
+    model = DDP(mlp(5, 7, 3), process_group=group)
+    model(draw(rank, 3, 5)).sum().backward()
+    return str(refused.value)
+
+
+def test_a_fixed_order_that_a_group_cannot_have_is_refused_when_the_model_is_wrapped(procs: Pool) -> None:
+    for message in procs(2).run(over_a_group_without_exchange):
+        assert message.startswith("FixedOrder sends every rank its slice of a bucket")
+
+
+def move_to_a_larger_group(rank: int, size: int, name: str) -> bytes:
+    """Ranks 0 and 1 have trained together for longer than rank 2 has alone."""
+    pair, single = dist.new_group([0, 1]), dist.new_group([2])
+    model = DDP(mlp(16, 32, 16, 4), reduction=reduction_of(name), process_group=single if rank == 2 else pair)
+    for step in range(1 if rank == 2 else 5):
+        model.zero_grad()
+        model(draw(100 * step + rank, 4, 16)).square().mean().backward()
+    model._update_process_group(dist.group.WORLD)
+    for step in range(5):
+        model.zero_grad()
+        model(draw(100 * step + rank, 4, 16)).square().mean().backward()
+    return packed(grads(model))
+
+
+def in_a_new_replica(rank: int, size: int, name: str) -> bytes:
+    model = DDP(mlp(16, 32, 16, 4), reduction=reduction_of(name))
+    for step in range(5):
+        model.zero_grad()
+        model(draw(100 * step + rank, 4, 16)).square().mean().backward()
+    return packed(grads(model))
+
+
+@pytest.mark.parametrize("name", ["powersgd", "topk"])
+def test_what_is_known_from_other_ranks_is_forgotten_in_another_group(procs: Pool, name: str) -> None:
+    moved = [unpacked(result) for result in procs(3).run(move_to_a_larger_group, name)]
+    fresh = [unpacked(result) for result in procs(3).run(in_a_new_replica, name)]
+    for one, other in zip(moved, fresh, strict=True):
+        assert_same_bits(one, moved[0])
+        assert_same_bits(one, other)

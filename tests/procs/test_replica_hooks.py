@@ -1,5 +1,7 @@
 """torch's communication hooks, with our class and with torch's: the same training."""
 
+import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from paceline.strategies.reduction import Wire
 from tests.models import DDP, assert_close, assert_same_bits, draw, grads, mlp, packed, unpacked, values
 from tests.pool import Pool
+from tests.procs.test_shm import mapped
 
 TorchDDP: Any = nn.parallel.DistributedDataParallel
 
@@ -153,12 +156,15 @@ def test_the_error_of_a_hook_is_the_error_of_the_backward(procs: Pool) -> None:
 
 def seen_by_a_hook(rank: int, size: int) -> list[tuple[Any, ...]]:
     model = DDP(mlp(3, 4, 2), bucket_cap_mb=1e-6)
+    # Not the model itself: torch's hooks on parameters hide from the collector whatever they lead to, so a
+    # communication hook that holds its replica keeps it, and its memory, for as long as the process lives.
+    own = {id(param) for param in model.parameters()}
     seen = []
 
     def look(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         (gradient,), (parameter,) = bucket.gradients(), bucket.parameters()
         assert gradient.data_ptr() == bucket.buffer().data_ptr()
-        assert any(parameter is param for param in model.parameters())
+        assert id(parameter) in own
         assert gradient.shape == parameter.shape
         seen.append((state, bucket.index(), bucket.is_last(), tuple(parameter.shape)))
         return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
@@ -176,6 +182,19 @@ def test_a_hook_sees_the_bucket_as_torch_shows_it(procs: Pool) -> None:
             ("state", 2, False, (4,)),
             ("state", 3, True, (4, 3)),
         ]
+
+
+def memory_left(rank: int, size: int) -> list[int]:
+    gc.collect()
+    before = Counter(mapped())
+    for body in (many_buckets, refused, raising, seen_by_a_hook):
+        body(rank, size)
+    gc.collect()
+    return list((Counter(mapped()) - before).elements())
+
+
+def test_replicas_with_hooks_leave_no_memory_behind(procs: Pool) -> None:
+    assert procs(2).run(memory_left) == [[], []]
 
 
 def weighted(rank: int, size: int) -> tuple[bytes, bytes]:

@@ -1,4 +1,4 @@
-"""Two hosts with two ranks each: two network namespaces of this machine, joined by a rate-limited link."""
+"""Two hosts with several ranks each: two network namespaces of this machine, joined by a rate-limited link."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,13 +23,14 @@ import torch.distributed as dist
 from paceline.collectives import Op, TorchDistTransport, Transport, finish
 from paceline.collectives.choose import choose
 from paceline.collectives.two_level import TwoLevelTransport
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import CollectiveError, CollectiveMismatch, PeerLost, UsageError
 from tests.contracts.test_transport import faults_of
 
 CPU = torch.device("cpu")
 ADDRESSES = ("10.201.77.1", "10.201.77.2")  # known inside the two namespaces only
 PORT = 29500
 RANKS = 4
+UNEVEN = 3  # one of the first host's two ranks owns no slice, since the second host has one
 VICTIM = 3
 MIB = 1 << 20
 
@@ -39,8 +40,8 @@ class Host:
     namespace: str
     interface: str
 
-    def start(self, rank: int, report: Path) -> "subprocess.Popen[str]":
-        code = f"import sys; sys.path[:] = {sys.path!r}; from tests.procs.test_two_level import main; main()"
+    def start(self, rank: int, body: str, report: Path) -> "subprocess.Popen[str]":
+        code = f"import sys; sys.path[:] = {sys.path!r}; from tests.procs.test_two_level import {body}; {body}()"
         environ = os.environ | {"GLOO_SOCKET_IFNAME": self.interface, "OMP_NUM_THREADS": "1"}
         command = ["ip", "netns", "exec", self.namespace, sys.executable, "-W", "error", "-c", code]
         return subprocess.Popen(
@@ -85,13 +86,28 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 # -------------------------------------------------------------------------------------------------- on every rank
 
 
-def main() -> None:
+def join_world(size: int) -> tuple[TorchDistTransport, str, Path]:
     rank, interface, report = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
-    store = dist.TCPStore(ADDRESSES[0], PORT, RANKS, rank == 0, timedelta(seconds=30))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=30))
+    store = dist.TCPStore(ADDRESSES[0], PORT, size, rank == 0, timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     assert dist.group.WORLD is not None
-    base = TorchDistTransport(dist.group.WORLD)
+    return TorchDistTransport(dist.group.WORLD), interface, report
+
+
+def leave_world(rank: int, report: Path, found: object, others: Iterable[int]) -> None:
+    """Leave at once: with a rank in it that is dead or has given up, a group cannot be taken down in good order."""
+    report.write_text(json.dumps(found))
+    until = time.monotonic() + 10
+    while rank == 0 and time.monotonic() < until:  # its process hosts the store, which the others still ask who died
+        if all(report.with_name(str(peer)).exists() for peer in others):
+            break
+        time.sleep(0.01)
+    os._exit(0)
+
+
+def main() -> None:
+    base, interface, report = join_world(RANKS)
     found: dict[str, Any] = {}
     with pytest.raises(UsageError) as refused:
         choose(base, "shm", [CPU], 20)
@@ -108,14 +124,33 @@ def main() -> None:
     assert isinstance(another, TwoLevelTransport)
     settle(another, another.all_reduce(another.allocate(10, torch.float32, CPU)))
     another.close()
+    found["mismatch"] = learned(transport.apart(20), [0, 1], "size")
     found["lost"] = lose_one(transport, report)
-    report.write_text(json.dumps(found))
-    until = time.monotonic() + 10
-    while rank == 0 and time.monotonic() < until:  # its process hosts the store, which the others still ask who died
-        if all(report.with_name(str(peer)).exists() for peer in range(RANKS) if peer != VICTIM):
-            break
-        time.sleep(0.01)
-    os._exit(0)  # with a dead rank in it, the group cannot be taken down in good order
+    leave_world(base.rank, report, found, [peer for peer in range(RANKS) if peer != VICTIM])
+
+
+USUAL = (1000, torch.float32, Op.SUM)
+ODD = {"size": (10, torch.float32, Op.SUM), "dtype": (1000, torch.float64, Op.SUM), "op": (1000, torch.float32, Op.MAX)}
+
+
+def differ() -> None:
+    base, _, report = join_world(UNEVEN)
+    cases = (([2], "size"), ([0, 1], "size"), ([0, 1], "dtype"), ([0, 1], "op"), ([1], "size"))
+    found = {f"{what} {who}": learned(choose(base, "two-level", [CPU], 20), who, what) for who, what in cases}
+    leave_world(base.rank, report, found, range(UNEVEN))
+
+
+def learned(transport: Transport, who: list[int], what: str) -> tuple[str, tuple[int, ...]]:
+    """What all ranks learn when those of `who` call something else."""
+    numel, dtype, op = ODD[what] if transport.rank in who else USUAL
+    settle(transport, transport.all_reduce(transport.allocate(8, torch.float32, CPU)))
+    flat = transport.allocate(numel, dtype, CPU)
+    with pytest.raises(CollectiveMismatch) as raised:
+        settle(transport, transport.all_reduce(flat, op))
+    with pytest.raises(CollectiveError, match="was given up"):
+        transport.all_reduce(flat, op)
+    transport.close()
+    return str(raised.value), raised.value.ranks
 
 
 def settle(transport: Transport, *works: Any) -> None:
@@ -176,14 +211,20 @@ def lose_one(transport: Transport, report: Path) -> list[Any]:
 # ------------------------------------------------------------------------------------------------------ looking at it
 
 
-def run(hosts: tuple[Host, Host], folder: Path) -> list[dict[str, Any] | None]:
-    ranks = [hosts[rank // 2].start(rank, folder / str(rank)) for rank in range(RANKS)]
+def start(hosts: tuple[Host, Host], folder: Path, body: str, size: int) -> list[str]:
+    """Run `body` on `size` ranks, the first half of them on the first host. Returns what they wrote to stderr."""
+    first = -(-size // 2)
+    ranks = [hosts[rank // first].start(rank, body, folder / str(rank)) for rank in range(size)]
     try:
-        errors = [rank.communicate(timeout=50)[1] for rank in ranks]
+        return [rank.communicate(timeout=50)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def run(hosts: tuple[Host, Host], folder: Path) -> list[dict[str, Any] | None]:
+    errors = start(hosts, folder, "main", RANKS)
     for number, error in enumerate(errors):
         assert number == VICTIM or (folder / str(number)).exists(), error
     return [json.loads((folder / str(rank)).read_text()) if rank != VICTIM else None for rank in range(RANKS)]
@@ -206,7 +247,31 @@ def test_two_hosts_reduce_in_two_levels(hosts: tuple[Host, Host], tmp_path: Path
         assert isinstance(sent, dict)
         assert sent["two levels"] < 1.15, "a bucket crosses once"
         assert sent["two levels"] < 0.8 * sent["one level"]
+    for mismatch in each(found, lambda one: one["mismatch"]):
+        assert isinstance(mismatch, list)
+        assert "ranks 0, 1 (one host) called all_reduce(sum) of float32[10]; ranks 2, 3 (one host)" in mismatch[0]
+        assert mismatch[1] == [0, 1, 2, 3]
     for lost in each(found, lambda one: one["lost"]):
         assert isinstance(lost, list)
         assert lost[0] == [VICTIM], lost
         assert lost[1] < 5
+
+
+def test_hosts_that_differ_all_learn_it(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    errors = start(hosts, tmp_path, "differ", UNEVEN)
+    usual, small = "all_reduce(sum) of float32[1000]", "all_reduce(sum) of float32[10]"
+    for rank, error in enumerate(errors):
+        assert (tmp_path / str(rank)).exists(), error
+        found = json.loads((tmp_path / str(rank)).read_text())
+        told = {case: message.partition(". Every rank must")[0] for case, (message, _) in found.items()}
+        first = "ranks 0, 1 (one host) called"
+        assert told == {
+            "size [2]": f"{first} {usual}; rank 2 called {small}",
+            "size [0, 1]": f"{first} {small}; rank 2 called {usual}",
+            "dtype [0, 1]": f"{first} all_reduce(sum) of float64[1000]; rank 2 called {usual}",
+            "op [0, 1]": f"{first} all_reduce(max) of float32[1000]; rank 2 called {usual}",
+            "size [1]": f"rank 0 called {usual}; rank 1 called {small}"
+            if rank < 2
+            else f"{first} different things; rank 2 called {usual}",
+        }
+        assert [ranks for _, ranks in found.values()] == [[0, 1, 2]] * 4 + [[0, 1] if rank < 2 else [0, 1, 2]]

@@ -1,13 +1,19 @@
 """Buckets are cut from what the first backwards have shown, by agreement."""
 
+import threading
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from paceline.bucket_plan import Plan
+from paceline.bucket_plan import Plan, plan_boundaries
 from paceline.collectives import LocalTransport, Transport, run
-from paceline.reducer.planning import PLAN_AT
+from paceline.collectives.threads import ThreadTransport
+from paceline.errors import SharedMemoryFull
+from paceline.reducer import planning
+from paceline.reducer.planning import PLAN_AT, PROBED_BYTES
 from paceline.strategies.reduction import Mean
 from tests.models import DDP, assert_close, draw, grads, mean_grads, mlp
 
@@ -102,3 +108,80 @@ def test_a_world_of_one_plans_nothing() -> None:
     model = DDP(net(), transport=LocalTransport())
     train(model, 0, PLAN_AT + 1)
     assert model.bucket_plan is None
+
+
+def test_rank_0_alone_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+
+    def noted(*args: Any) -> Plan:
+        searched.append(threading.current_thread().name)
+        return plan_boundaries(*args)
+
+    monkeypatch.setattr(planning, "plan_boundaries", noted)
+
+    def body(transport: Transport) -> None:
+        model = DDP(net(), transport=transport)
+        train(model, transport.rank, PLAN_AT)
+        assert isinstance(model.bucket_plan, Plan)
+
+    run(body, 3)
+    assert searched == ["rank 0"]
+
+
+@pytest.mark.parametrize("error", [SharedMemoryFull("no room"), torch.OutOfMemoryError("no room")], ids=repr)
+@pytest.mark.parametrize("inline", [False, True], ids=["beside", "inline"])
+@pytest.mark.parametrize("poor", [0, 1])
+def test_a_rank_without_memory_for_the_probe_leaves_all_without_a_plan(
+    poor: int, inline: bool, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+
+    def allocate(self: ThreadTransport, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if numel * dtype.itemsize == max(PROBED_BYTES):
+            asked.append(self.rank)
+            if self.rank == poor:
+                raise error
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    monkeypatch.setattr(ThreadTransport, "allocate", allocate)
+    monkeypatch.setattr(ThreadTransport, "inline", inline)
+
+    def body(transport: Transport) -> tuple[tuple[int, ...], ...]:
+        model, plain = DDP(net(), transport=transport, timeout=20), net()
+        for step in range(PLAN_AT + 2):
+            model.zero_grad()
+            model(draw(10 * step + transport.rank, 4, 3)).sum().backward()
+            assert_close(grads(model.module), mean_grads(plain, partial(loss_at, step), transport.size))
+        assert model.bucket_plan is None
+        assert model._core.planning.order_learned
+        return groups_of(model)
+
+    assert len(set(run(body, 2))) == 1
+    assert sorted(asked) == [0, 1], "it is not tried again in every step"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"rank {poor} could not allocate 4,194,304 bytes") and line.endswith("no room")
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["beside", "inline"])
+def test_a_converted_module_is_planned_anew(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadTransport, "inline", inline)
+
+    def body(transport: Transport) -> None:
+        model = DDP(net(), transport=transport)
+        train(model, transport.rank, PLAN_AT + 2)
+        narrow = model.bucket_plan
+        model.module.double()
+        for step in range(PLAN_AT):
+            assert step == 0 or inline or model.bucket_plan is None, "the first backwards are slow again"
+            model.zero_grad()
+            model(draw(step, 4, 3).double()).sum().backward()
+        wide = model.bucket_plan
+        assert isinstance(narrow, Plan) and isinstance(wide, Plan)
+        assert sum(wide.bucket_bytes) == 2 * sum(narrow.bucket_bytes)
+        model.zero_grad()
+        model(draw(9 + transport.rank, 4, 3).double()).sum().backward()
+        assert groups_of(model) == wide.groups
+        expected = mean_grads(net().double(), lambda module, rank: module(draw(9 + rank, 4, 3).double()).sum(), 2)
+        assert_close(grads(model.module), expected)
+
+    run(body, 2)

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.collectives import LocalTransport, Op, Transport, Work, finish
 from paceline.collectives.reduction import GradBucket, Reduction
 from paceline.collectives.threads import run
-from paceline.errors import UsageError
+from paceline.errors import PeerLost, UsageError
 from paceline.layout import BucketCaps, ParamMeta, plan_layout
 from paceline.strategies.fixed_order import FixedOrder
 from paceline.strategies.names import NAMES, by_name
@@ -418,6 +418,41 @@ def test_what_is_known_can_be_forgotten() -> None:
         reduction.forget()
         (again,) = reduce(reduction, LocalTransport(), params, [draw(0, 30, 30)])
         assert torch.equal(first, again)
+
+
+class InterruptedOnce:
+    """A collective during whose first wait, which lasts until it is complete, Ctrl-C comes."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._interrupted = False
+
+    def done(self) -> bool:
+        return self._interrupted and self._work.done()
+
+    def wait(self, seconds: float) -> bool:
+        if not self._interrupted and seconds > 0:
+            assert self._work.wait(20)
+            self._interrupted = True
+            raise KeyboardInterrupt
+        return self._work.wait(seconds)
+
+
+def test_after_an_interrupt_a_reduction_starts_no_further_collective() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(3, 4, 2), transport=transport, reduction=FixedOrder(), timeout=20)
+        own = model._core.transport
+        if transport.rank:
+            with pytest.raises(PeerLost):
+                model(draw(1, 4, 3)).sum().backward()
+            return
+        exchange = own.exchange
+        own.exchange = lambda out, flat: InterruptedOnce(exchange(out, flat))
+        with pytest.raises(KeyboardInterrupt):
+            model(draw(0, 4, 3)).sum().backward()
+        assert own._started == 1
+
+    run(body, 2)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,8 @@ def test_every_setting_is_documented_and_survives_json(command: Any) -> None:
 def test_a_series_is_the_step_comparison_at_each_value() -> None:
     assert AccumulateSpec(micro_batch=4).at(8) == StepSpec(micro_batch=4, accumulate=8, steps=12, warmup=3)
     assert RanksSpec(model="gpt-34m").at(3) == StepSpec(model="gpt-34m", ranks=3, steps=12, warmup=3)
+    settings = [{item.name for item in fields(kind)} for kind in (AccumulateSpec, RanksSpec)]
+    assert settings[0] ^ settings[1] == {AccumulateSpec.over, RanksSpec.over}
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "gpt-5m"])

@@ -1,7 +1,7 @@
 """What is measured: models by name, and the settings of each measurement as frozen values."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from paceline.errors import UsageError
 
@@ -119,54 +119,51 @@ class AllReduceSpec:
         parse_sizes(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class AccumulateSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesSpec:
+    """Training steps at several values of one setting, which the kinds of series name and leave out here."""
+
+    over: ClassVar[str]
+
+    values: str
+    model: str = option("gpt-5m", f"one of {', '.join(MODELS)}")
+    micro_batch: int = option(1, "sequences per micro and rank")
+    steps: int = option(12, "timed steps of every contender at every value")
+    warmup: int = option(3, "steps before the timed ones")
+    threads: int = option(1, "compute threads of a rank")
+    device: str = option("cpu", "cpu or cuda")
+    contenders: tuple[str, ...] = option(("floor", "paceline", "torch"), "comma-separated, as for `step`")
+    zero_grad: str = option("none", "zero_grad sets gradients to none, or to zero")
+    timeout: float = option(180.0, "seconds after which a silent contender is given up")
+
+    def __post_init__(self) -> None:
+        for value in numbers(self.values):
+            self.at(value)
+
+    def at(self, value: int) -> StepSpec:
+        """The comparison at one value."""
+        settings = _without(self, "values") | {self.over: value}
+        return StepSpec(**settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccumulateSpec(SeriesSpec):
     """Training steps by the number of micros in a step."""
 
+    over: ClassVar[str] = "accumulate"
+
     values: str = option("1,2,4,8", "micros per step, comma-separated")
-    model: str = option("gpt-5m", f"one of {', '.join(MODELS)}")
-    micro_batch: int = option(1, "sequences per micro and rank")
     ranks: int = option(2, "ranks of every contender")
-    steps: int = option(12, "timed steps of every contender at every value")
-    warmup: int = option(3, "steps before the timed ones")
-    threads: int = option(1, "compute threads of a rank")
-    device: str = option("cpu", "cpu or cuda")
-    contenders: tuple[str, ...] = option(("floor", "paceline", "torch"), "comma-separated, as for `step`")
-    zero_grad: str = option("none", "zero_grad sets gradients to none, or to zero")
-    timeout: float = option(180.0, "seconds after which a silent contender is given up")
-
-    def __post_init__(self) -> None:
-        for value in numbers(self.values):
-            self.at(value)
-
-    def at(self, value: int) -> StepSpec:
-        """The comparison at one value."""
-        return StepSpec(**_without(self, "values"), accumulate=value)
 
 
-@dataclass(frozen=True, slots=True)
-class RanksSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksSpec(SeriesSpec):
     """Training steps by the number of ranks."""
 
+    over: ClassVar[str] = "ranks"
+
     values: str = option("1,2,3,4,6,8", "numbers of ranks, comma-separated")
-    model: str = option("gpt-5m", f"one of {', '.join(MODELS)}")
-    micro_batch: int = option(1, "sequences per micro and rank")
     accumulate: int = option(1, "micros per step")
-    steps: int = option(12, "timed steps of every contender at every value")
-    warmup: int = option(3, "steps before the timed ones")
-    threads: int = option(1, "compute threads of a rank")
-    device: str = option("cpu", "cpu or cuda")
-    contenders: tuple[str, ...] = option(("floor", "paceline", "torch"), "comma-separated, as for `step`")
-    zero_grad: str = option("none", "zero_grad sets gradients to none, or to zero")
-    timeout: float = option(180.0, "seconds after which a silent contender is given up")
-
-    def __post_init__(self) -> None:
-        for value in numbers(self.values):
-            self.at(value)
-
-    def at(self, value: int) -> StepSpec:
-        """The comparison at one value."""
-        return StepSpec(**_without(self, "values"), ranks=value)
 
 
 @dataclass(frozen=True, slots=True)

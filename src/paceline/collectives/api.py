@@ -86,6 +86,10 @@ class Transport(Protocol):
         """Whether `Op.MEAN` of tensors on `device` costs no more than `Op.SUM`: the division is part of the sum."""
         ...
 
+    def exchanges(self, device: torch.device) -> bool:
+        """Whether tensors on `device` can be exchanged. Not every process group can."""
+        ...
+
     def progress(self) -> None:
         """Do what this rank owes to the collectives in flight, as far as the others are ready. Never blocks."""
         ...

@@ -32,22 +32,23 @@ def choose(
     store = store_of(base.group)
     if store is None or base.size == 1:
         if wanted in ("auto", "torch"):
-            return base.apart(timeout_s)
+            return base.apart(timeout_s, devices)
         why = "this group has one rank" if base.size == 1 else "torch knows no store for this group to meet through"
         raise _cannot(wanted, why)
-    return _Choice(base, wanted, all(device.type == "cpu" for device in devices)).make(timeout_s)
+    return _Choice(base, wanted, devices).make(timeout_s)
 
 
 class _Choice:
     """What one group agrees on. Every step is taken by all ranks, from what all ranks know."""
 
-    def __init__(self, base: TorchDistTransport, wanted: str, on_cpu: bool) -> None:
+    def __init__(self, base: TorchDistTransport, wanted: str, devices: Collection[torch.device]) -> None:
         self._base = base
         self._wanted = wanted
-        self._wish = f"{wanted} {'cpu' if on_cpu else 'device'}"
+        self._devices = devices
+        self._wish = f"{wanted} {'cpu' if all(device.type == 'cpu' for device in devices) else 'device'}"
 
     def make(self, timeout_s: float | None) -> Transport:
-        flat = self._base.apart(timeout_s)
+        flat = self._base.apart(timeout_s, self._devices)
         watch, store = flat.watch, store_of(self._base.group)
         assert isinstance(watch, StoreWatch)
         assert store is not None

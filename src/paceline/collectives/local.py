@@ -31,6 +31,9 @@ class LocalTransport:
     def averages(self, device: torch.device) -> bool:
         return True
 
+    def exchanges(self, device: torch.device) -> bool:
+        return True
+
     def progress(self) -> None:
         pass
 

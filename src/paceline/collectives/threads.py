@@ -140,6 +140,9 @@ class ThreadTransport:
     def averages(self, device: torch.device) -> bool:
         return False
 
+    def exchanges(self, device: torch.device) -> bool:
+        return True
+
     def progress(self) -> None:
         """The last rank to join a collective completes it for all."""
 

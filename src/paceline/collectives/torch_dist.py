@@ -2,6 +2,7 @@
 
 import os
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -58,12 +59,14 @@ class TorchDistTransport:
         *,
         watch: StoreWatch | None = None,
         own_group: dist.ProcessGroup | None = None,
+        devices: Collection[torch.device] = (),
     ) -> None:
-        """`own_group` moves the bytes instead of `group`, over the same ranks: see `apart`."""
+        """`own_group` moves the bytes instead of `group`, over the same ranks. For it and `devices` see `apart`."""
         if not isinstance(group, dist.ProcessGroup):
             raise UsageError(f"expected a process group that this rank is a member of, got {group!r}")
         self._group = group
         self._moves = own_group or group
+        self._devices = devices
         self._rank = group.rank()
         self._size = group.size()
         self._is_python = type(group) is not dist.ProcessGroup
@@ -94,6 +97,9 @@ class TorchDistTransport:
 
     def averages(self, device: torch.device) -> bool:
         return not self._is_python and device.type == "cuda" and self._backend(device) == "nccl"
+
+    def exchanges(self, device: torch.device) -> bool:
+        return not self._is_python
 
     def progress(self) -> None:
         """The backend's own threads and streams do all the work."""
@@ -147,10 +153,11 @@ class TorchDistTransport:
         raw = self._moves.alltoall_base(_real(out.view(-1)), _real(flat.reshape(-1)), [], [], AllToAllOptions())
         return self._begun(raw, describe("exchange", flat, ""), out, 1)
 
-    def apart(self, timeout_s: float | None = None) -> "TorchDistTransport":
+    def apart(self, timeout_s: float | None = None, devices: Collection[torch.device] = ()) -> "TorchDistTransport":
         """See `Transport.apart`. The first one to ask stays with the group itself; each one after it gets connections
-        (gloo) and a communicator (NCCL) of its own."""
+        (gloo) and communicators (NCCL) of its own, the latter for `devices`: those that its tensors will be on."""
         group = self._group
+        devices = self._devices = devices or self._devices
         store = store_of(group)
         backends = own_backends(group)
         if store is None or not backends:
@@ -163,12 +170,14 @@ class TorchDistTransport:
         # On a thread: gloo's constructor blocks until every rank is there.
         making = StoreCall(lambda _: form_own_group(backends, own_store, self._rank, self._size))
         finish(making, what=f"the forming of replica {number}'s own group", watch=watch, timeout_s=timeout_s)
-        apart = TorchDistTransport(group, watch=watch, own_group=making.result())
+        apart = TorchDistTransport(group, watch=watch, own_group=making.result(), devices=devices)
         if "nccl" in backends:
-            # NCCL connects in the first collective. Were that in a backward, ranks could do it for two replicas in
-            # two orders, and wait for each other without end.
-            first = torch.zeros(1, device=current_device())
-            finish(apart.all_reduce(first), what=f"replica {number}'s first collective", watch=watch)
+            # NCCL connects in the first collective on a device. Were that in a backward, ranks could do it for two
+            # replicas in two orders, and wait for each other without end.
+            on = sorted((device for device in devices if device.type == "cuda"), key=str) or [current_device()]
+            for device in on:
+                first = torch.zeros(1, device=device)
+                finish(apart.all_reduce(first), what=f"replica {number}'s first collective", watch=watch)
         return apart
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from paceline.collectives.api import Op, Transport, Watch, Work
 from paceline.collectives.own_group import form_own_group, own_backends
 from paceline.collectives.peers import StoreCall
+from paceline.collectives.shm import record
+from paceline.collectives.shm.crossing import DIFFERENT
 from paceline.collectives.shm.meet import tell_all
 from paceline.collectives.shm.mesh import Mesh
 from paceline.collectives.shm.presence import Refusal
@@ -21,19 +23,78 @@ from paceline.collectives.shm.transport import ShmTransport
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.collectives.wait import finish
 from paceline.collectives.watch import StoreWatch
+from paceline.errors import CollectiveMismatch
+
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]  # for notes and for sums
 
 
 class Channel:
-    """The ranks that own the same slice, one per host. A rank that owns none has `group=None`."""
+    """The ranks that own the same slice, one per host. A rank that owns none has no groups.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        # Its collectives are not noted by the group's watch: channels differ in what they send.
-        quiet = None if group is None else StoreWatch(None, group.rank(), group.size(), announce=False)
-        self._transport = None if group is None else TorchDistTransport(group, watch=quiet)
+    Hosts tell each other what they are about to combine before any of it is sent: gloo would wait without end, or end
+    the process, if sizes differ. The notes have connections of their own, so that they can travel ahead of sums.
+    """
 
-    def all_reduce(self, part: torch.Tensor, op: Op) -> Work:
-        assert self._transport is not None
-        return self._transport.all_reduce(part, Op.SUM if op is Op.MEAN else op)
+    def __init__(self, groups: Groups | None, hosts: Sequence[Sequence[int]]) -> None:
+        self._lines = None if groups is None else (_quiet(groups[0]), _quiet(groups[1]))
+        self._hosts = hosts
+
+    def announce(self, word: int, numel: int) -> "HostCrossing | None":
+        return None if self._lines is None else HostCrossing((word, numel), *self._lines, self._hosts)
+
+
+def _quiet(group: dist.ProcessGroup) -> TorchDistTransport:
+    """Its collectives are not noted by the group's watch: channels differ in what they send."""
+    return TorchDistTransport(group, watch=StoreWatch(None, group.rank(), group.size(), announce=False))
+
+
+class HostCrossing:
+    """One all_reduce of one channel."""
+
+    def __init__(
+        self, call: tuple[int, int], notes: Transport, sums: Transport, hosts: Sequence[Sequence[int]]
+    ) -> None:
+        self._sums = sums
+        self._hosts = hosts
+        self._said = torch.empty(2 * notes.size, dtype=torch.int64)
+        self._note = notes.all_gather(self._said, torch.tensor(call, dtype=torch.int64))
+        self._part: tuple[torch.Tensor, Op] | None = None
+        self._sum: Work | None = None
+        self._departed = False
+
+    def send(self, part: torch.Tensor, op: Op) -> None:
+        self._part = part, Op.SUM if op is Op.MEAN else op  # the engine divides
+
+    def departed(self) -> bool:
+        if not self._departed and self._note.done() and self._note.wait(0):
+            self._check()
+            assert self._part is not None
+            if self._part[0].numel():
+                self._sum = self._sums.all_reduce(*self._part)
+            self._departed = True
+        return self._departed
+
+    def arrived(self) -> bool:
+        return self.departed() and (self._sum is None or (self._sum.done() and self._sum.wait(0)))
+
+    def _check(self) -> None:
+        calls = [(word, numel) for word, numel in self._said.view(-1, 2).tolist()]
+        if len(set(calls)) == 1 and calls[0][0] != DIFFERENT:
+            return
+        pairs = zip(self._hosts, calls, strict=True)
+        told = "; ".join(f"{_names(ranks)} called {_in_words(*call)}" for ranks, call in pairs)
+        raise CollectiveMismatch(
+            f"{told}. Every rank must issue the same collectives in the same order",
+            ranks=sorted(rank for ranks in self._hosts for rank in ranks),
+        )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} (one host)"
+
+
+def _in_words(word: int, numel: int) -> str:
+    return "different things" if word == DIFFERENT else record.text_of(word, numel)
 
 
 def form_channel(
@@ -48,14 +109,15 @@ def form_channel(
     home = next(number for number, ranks in enumerate(hosts) if base.rank in ranks)
     seat = list(hosts[home]).index(base.rank)
     gloo = {name: like for name, like in own_backends(base.group).items() if name == "gloo"}
-    made: dist.ProcessGroup | None = None
+    made: Groups | None = None
     reason = "" if gloo else f"rank {base.rank} has no gloo in its group to reach other hosts with"
     if gloo and seat < min(map(len, hosts)):
-        own_store = PrefixStore(f"channel {seat}", place)
+        stores = [PrefixStore(f"channel {seat} {what}", place) for what in ("notes", "sums")]
 
-        def form(_: object) -> dist.ProcessGroup | str:
+        def form(_: object) -> Groups | str:
             try:
-                return form_own_group(gloo, own_store, home, len(hosts))
+                notes, sums = (form_own_group(gloo, store, home, len(hosts)) for store in stores)
+                return notes, sums
             except RuntimeError as error:
                 return f"rank {base.rank} could not connect to the other hosts: {error}"
 
@@ -74,7 +136,7 @@ def form_channel(
         place.set("failed", reason)
     told = tell_all(place, "channels", base.rank, base.size, reason, watch, timeout_s)
     reasons = [text.decode() for text in told if text]
-    return Refusal(reasons[0]) if reasons else Channel(made)
+    return Refusal(reasons[0]) if reasons else Channel(made, hosts)
 
 
 def _await_failure(place: Store, call: StoreCall[None]) -> None:
@@ -85,7 +147,7 @@ def _await_failure(place: Store, call: StoreCall[None]) -> None:
 class _Either:
     """Done when the channel stands, or when another rank has failed to make its own."""
 
-    def __init__(self, making: StoreCall[dist.ProcessGroup | str], failing: StoreCall[None]) -> None:
+    def __init__(self, making: StoreCall[Groups | str], failing: StoreCall[None]) -> None:
         self._making = making
         self._failing = failing
 
@@ -119,7 +181,7 @@ class TwoLevelTransport:
             mesh,
             watch=watch,
             fallback=flat,
-            between=channel.all_reduce,
+            between=channel,
             owners=min(map(len, hosts)),
             divide_by=flat.size,
         )
@@ -142,6 +204,9 @@ class TwoLevelTransport:
 
     def averages(self, device: torch.device) -> bool:
         return device.type == "cpu" or self._flat.averages(device)
+
+    def exchanges(self, device: torch.device) -> bool:
+        return self._flat.exchanges(device)
 
     def progress(self) -> None:
         self._inside.progress()

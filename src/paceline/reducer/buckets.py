@@ -53,8 +53,11 @@ class BucketSet:
         self.next = self.seen_complete = 0
 
     def leave_flying_memory(self, transport: Transport) -> None:
-        """Give up memory that a transport may still write to: whoever waited for it was interrupted."""
-        if self.any_in_flight():
+        """Give up memory that a transport may still write to: whoever waited for it was interrupted.
+
+        Its work is not asked whether it is done: a work of several collectives would go on with the next one.
+        """
+        if any(bucket.state is BucketState.FLYING and bucket.flight is not None for bucket in self.buckets):
             self.lay(transport)
 
     def forget_thrown_away(self) -> None:
@@ -95,6 +98,7 @@ class BucketSet:
             slot.param.grad = None
 
     def any_in_flight(self) -> bool:
+        """Whether a collective is under way. Asking lets a work of several collectives go on with the next one."""
         return any(b.state is BucketState.FLYING and b.flight and not b.flight.work.done() for b in self.buckets)
 
     def newly_completed(self) -> int | None:
@@ -108,10 +112,10 @@ class BucketSet:
         self.seen_complete += 1
         return index
 
-    def follow_parameters(self, caps: BucketCaps, transport: Transport) -> None:
-        """Lay out anew if the module was converted after wrapping, as by `module.double()`."""
+    def follow_parameters(self, caps: BucketCaps, transport: Transport) -> bool:
+        """Lay out anew if the module was converted after wrapping, as by `module.double()`. Whether it was."""
         if all(slot.param.dtype is slot.meta.dtype for slot in self.slots):
-            return
+            return False
         for slot in self.slots:
             slot.meta = replace(
                 slot.meta, dtype=slot.param.dtype, device=slot.param.device, stride=tuple(slot.param.stride())
@@ -120,6 +124,7 @@ class BucketSet:
         self.layout = plan_layout([slot.meta for slot in self.slots], self.layout.order, caps)
         if self.laid:
             self.lay(transport)
+        return True
 
     def plan(self, layout: Layout) -> None:
         """Note a layout to move to; taken up by `move_to_plan`."""

@@ -7,17 +7,20 @@ Where the computing thread reduces by itself, times matter little and the plan i
 decides, all take up the new layout at the next step. With torch's size arguments only the order is learnt.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 
 import torch
 
 from paceline.bucket_plan import Cost, Plan, ReadyCurve, decode_groups, encode_groups, fit_cost, plan_boundaries
-from paceline.collectives.api import Transport, Work
+from paceline.collectives.api import Op, Transport, Work
 from paceline.collectives.wait import finish
 from paceline.layout import MIB, Layout, lay_groups, plan_layout
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.settings import ReducerSettings
+
+logger = logging.getLogger("paceline")
 
 PLAN_AT = 3  # the first backwards are slower than those that follow: memory and kernels are new
 PROBED_BYTES = (MIB // 4, 4 * MIB)
@@ -33,16 +36,28 @@ class Planning:
         self._transport = transport
         self._device = device
         self._clock = ReadyClock(device)
+        self._plans = settings.plans_buckets
+        self._plan_at = PLAN_AT
+        self._number = 0  # of the last reduction
         self.order_learned = False
         self.plan: Plan | None = None
         self.measures = False  # the times of the backward that runs are wanted
 
     def begin(self, number: int, *, chains: bool) -> None:
         """Reduction `number` begins. One that `chains` may keep state by bucket, so its buckets are not cut anew."""
-        wanted = self._settings.plans_buckets and self._transport.size > 1 and self.plan is None and not chains
-        self.measures = wanted and (self._transport.inline or number >= PLAN_AT)
+        self._number = number
+        wanted = self._plans and self._transport.size > 1 and self.plan is None and not chains
+        self.measures = wanted and (self._transport.inline or number >= self._plan_at)
         if self.measures:
             self._clock.begin()
+
+    def begin_anew(self, layout: Layout) -> None:
+        """Forget the plan: the gradients are of another type or size now, and ready at other times."""
+        self._device = layout.params[0].device
+        self._clock = ReadyClock(self._device)
+        self._plans = self._settings.plans_buckets
+        self._plan_at = self._number + PLAN_AT
+        self.plan = None
 
     def note_ready(self, param: int) -> None:
         self._clock.note(param)
@@ -66,23 +81,48 @@ class Planning:
         self.order_learned = True
 
     def _plan(self, buckets: BucketSet, ready_order: Sequence[int]) -> None:
+        memory = self._probe_memory()
+        if memory is None:
+            self._plans = False
+            if not self.order_learned:
+                self._learn_order(buckets, ready_order)
+            return
         params = buckets.layout.params
         curve = self._clock.curve(buckets.layout, _whole_order(buckets.layout, ready_order))
-        cost = self._probe()
-        plan = plan_boundaries(curve, cost)
-        agreed = torch.tensor(encode_groups(plan.groups), dtype=torch.int64)
+        cost = self._probe(memory)
+        agreed = torch.zeros(len(params), dtype=torch.int64)
+        if self._transport.rank == 0:
+            agreed = torch.tensor(encode_groups(plan_boundaries(curve, cost).groups), dtype=torch.int64)
         self._wait(self._transport.broadcast(agreed, 0), "the bucket plan")
         groups = decode_groups(agreed.tolist(), len(params))
         self.plan = Plan.of(groups, curve, cost)
         buckets.plan(lay_groups(params, groups))
         self.order_learned = True
 
-    def _probe(self) -> Cost:
+    def _probe_memory(self) -> torch.Tensor | None:
+        """What probes are made with. None on all ranks if one of them cannot have it: the others would wait for it."""
+        nbytes = self._probed_bytes[-1]
+        memory: torch.Tensor | None = None
+        try:
+            memory = self._transport.allocate(nbytes // 4, torch.float32, self._device)
+        except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            logger.warning(
+                "rank %d could not allocate %s bytes to measure what a reduction costs, so buckets keep torch's sizes "
+                "on all ranks: %s",
+                self._transport.rank,
+                f"{nbytes:,}",
+                error,
+            )
+        able = torch.tensor([int(memory is not None)], dtype=torch.int32)
+        self._wait(self._transport.all_reduce(able, Op.MIN), "whether all ranks can measure the transport")
+        return memory if able.item() else None
+
+    def _probe(self, memory: torch.Tensor) -> Cost:
         """Measure what a reduction costs, now that all ranks are here."""
         transport, on_device = self._transport, self._device.type == "cuda"
         samples: list[tuple[int, float]] = []
-        for nbytes in PROBED_BYTES_ON_DEVICE if on_device else PROBED_BYTES:
-            flat = transport.allocate(nbytes // 4, torch.float32, self._device)
+        for nbytes in self._probed_bytes:
+            flat = memory[: nbytes // 4]
             for probe in range(PROBES):
                 if on_device:
                     torch.cuda.synchronize(self._device)
@@ -93,6 +133,10 @@ class Planning:
                 if probe:  # the first one warms up
                     samples.append((nbytes, time.perf_counter() - started))
         return fit_cost(samples, inline=transport.inline)
+
+    @property
+    def _probed_bytes(self) -> tuple[int, ...]:
+        return PROBED_BYTES_ON_DEVICE if self._device.type == "cuda" else PROBED_BYTES
 
     def _wait(self, work: Work, what: str) -> None:
         finish(work, what=what, watch=self._transport.watch, timeout_s=self._settings.timeout_s)

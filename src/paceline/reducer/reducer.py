@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from paceline.collectives.api import Transport, Work
-from paceline.collectives.reduction import Reduction
+from paceline.collectives.reduction import Reduction, check_goes_over, forget_other_ranks
 from paceline.collectives.wait import FutureWork, finish
 from paceline.errors import GraphChanged, IllegalMove
 from paceline.layout import Layout
@@ -45,6 +45,7 @@ class Reducer:
         reduction: Reduction,
         settings: ReducerSettings,
     ) -> None:
+        check_goes_over(transport, reduction, layout.params[0].device)
         self.transport = transport
         self.reduction = reduction
         self.settings = settings
@@ -68,8 +69,7 @@ class Reducer:
 
         self._lock = threading.RLock()  # a module on several devices has a backward thread for each
         self._backwards = Backwards(self._at_end)
-        self._shadowing = False
-        self._aborting = False
+        self._shadowing = self._aborting = False
         self._broken = False  # the reduction itself raised, so it is not known what the other ranks were sent
         self._graph_error: GraphChanged | None = None
         self._words: SentWords | None = None
@@ -310,10 +310,9 @@ class Reducer:
     def _reset(self) -> None:
         self.set.leave_flying_memory(self.transport)
         self.set.rearm()
-        self._words = None
+        self._words = self._graph_error = None
         self.weighting.reset()
         self.ledger.closed()
-        self._graph_error = None
         self._late = 0
         self._shadowing = self._aborting = self._broken = False
 
@@ -372,8 +371,8 @@ class Reducer:
             if grads and self._backwards.current is None:
                 if not self.reductions:
                     self._hooks.go_last()
-                if not self.settings.hold:
-                    self.set.follow_parameters(self.settings.caps, self.transport)
+                if not self.settings.hold and self.set.follow_parameters(self.settings.caps, self.transport):
+                    self.planning.begin_anew(self.layout)
                 self.set.move_to_plan(self.transport)
             if grads and self.sync_on and self.settings.overlap:
                 self.ledger.forwards_pending += training
@@ -475,8 +474,9 @@ class Reducer:
 
     def move_to(self, transport: Transport) -> None:
         """Go on over another transport; the order of gradients is learned anew by the new set of ranks."""
-        self.transport = transport
-        self.divisor = transport.size
+        check_goes_over(transport, self.reduction, self.layout.params[0].device)
+        forget_other_ranks(self.reduction)
+        self.transport, self.divisor = transport, transport.size
         self.reductions = 0
         self.set.move_memory(transport)
         self.planning = Planning(self.settings, transport, self.layout.params[0].device)

@@ -6,6 +6,7 @@ import torch
 
 from paceline.collectives.api import Transport
 from paceline.collectives.reduction import Flight, GradBucket
+from paceline.errors import UsageError
 from paceline.strategies.sparse import gather_rows
 from paceline.strategies.steps import SteppedWork, Steps
 from paceline.strategies.tree import tree_sum
@@ -24,6 +25,13 @@ class FixedOrder:
 
     def divides(self, transport: Transport, device: torch.device) -> bool:
         return True
+
+    def check_transport(self, transport: Transport, device: torch.device) -> None:
+        if not transport.exchanges(device):
+            raise UsageError(
+                "FixedOrder sends every rank its slice of a bucket, and the transport of this group cannot exchange "
+                "slices; use another reduction, or a process group of gloo or NCCL"
+            )
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
         flat = bucket.buffer()

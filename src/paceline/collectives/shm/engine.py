@@ -4,15 +4,14 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
-from paceline.collectives.api import Op, Work
 from paceline.collectives.shm import plan, record
 from paceline.collectives.shm.arenas import NOWHERE, Arenas
+from paceline.collectives.shm.crossing import DIFFERENT, Between
 from paceline.collectives.shm.link import Farewell, Link
 from paceline.collectives.shm.mesh import Heard, Mesh
 from paceline.collectives.shm.operation import Operation
@@ -22,8 +21,6 @@ from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent
 PLANS_KEPT = 512
 CROSSING_POLL_S = 0.0005
 _CALL = struct.Struct("=4q")
-
-Between = Callable[[torch.Tensor, Op], Work]  # combines slices of hosts in place
 
 
 class Engine:
@@ -120,8 +117,7 @@ class Engine:
             self.mesh.look()
             while self._begun and self._begun[0].number < self.mesh.begun:
                 self._do(self._begun.popleft())
-            while self._crossing and self._arrived(self._crossing[0]):
-                self._finish(self._crossing.popleft())
+            self._cross()
             while self._done and self._done[0].number < self.mesh.finished:
                 self._complete(self._done.popleft())
         except BaseException as error:
@@ -158,13 +154,16 @@ class Engine:
             prepared = [] if operation.error else self._prepare(calls, operation)
             if operation.error is None:
                 self._keep_plan(key, prepared)
+        if self._between is not None:  # before the sum, which takes longer than the way to the other hosts
+            word = DIFFERENT if operation.error else operation.word
+            operation.crossing = self._between.announce(word, operation.numel)
         if operation.error is None:
             if _profiler_enabled():
                 with record_function(f"shm:{record.kind_of(operation.word)}"):
                     self._carry_out(operation, prepared)
             else:
                 self._carry_out(operation, prepared)
-        if operation.spreads is None and not self._crossing:
+        if operation.crossing is None and not self._crossing:
             self._finish(operation)
         else:
             self._crossing.append(operation)
@@ -175,17 +174,33 @@ class Engine:
             operation.read(prepared)
         elif self._between is None:
             prepared.run()
-        else:
+        elif operation.crossing is not None:
             prepared.sum()
-            if prepared.result.numel():
-                operation.spreads = self._between(prepared.result, record.op_of(operation.word)), prepared
+            operation.crossing.send(prepared.result, record.op_of(operation.word))
+            operation.spreads = prepared
+
+    def _cross(self) -> None:
+        """Let what is on its way between hosts depart and arrive, in order.
+
+        If hosts differ this is the end of the transport, on all ranks of all hosts: those that own no slice learn it
+        from those that do, as they leave.
+        """
+        for operation in self._crossing:
+            try:
+                if operation.crossing is not None and not operation.crossing.departed():
+                    break
+            except CollectiveMismatch as error:
+                told = operation.error or error
+                self.give_up(str(told), told.ranks, mismatch=True)
+                raise told from None
+        while self._crossing and self._arrived(self._crossing[0]):
+            self._finish(self._crossing.popleft())
 
     def _arrived(self, operation: Operation) -> bool:
+        if operation.crossing is not None and not operation.crossing.arrived():
+            return False
         if operation.spreads is not None:
-            work, summing = operation.spreads
-            if not work.done() or not work.wait(0):
-                return False
-            summing.spread()
+            operation.spreads.spread()
         return True
 
     def _finish(self, operation: Operation) -> None:
@@ -196,7 +211,7 @@ class Engine:
     def _complete(self, operation: Operation) -> None:
         if operation.after is not None:
             operation.after()
-        operation.keep = operation.after = operation.read = operation.spreads = None
+        operation.keep = operation.after = operation.read = operation.crossing = operation.spreads = None
         self._completed += 1
         operation.over = True
 
@@ -251,7 +266,6 @@ class Engine:
         would cost more than the reduction where there are more ranks than cores.
         """
         mesh = self.mesh
-        mesh.count_gone()
         lacking = [link for link in mesh.links if link.finished <= operation.number]
         for link in lacking:
             if link.gone is not None:
@@ -263,15 +277,18 @@ class Engine:
         return awaited
 
     def _raise_gone(self, operation: Operation, link: Link, farewell: Farewell) -> None:
-        if farewell.absent:
-            self.give_up(farewell.why, farewell.absent)
-            raise PeerAbsent(f"rank {link.rank} gave up: {farewell.why}", ranks=farewell.absent)
+        if farewell.mismatch:
+            self.give_up(farewell.why, farewell.ranks, mismatch=True)
+            raise CollectiveMismatch(farewell.why, ranks=farewell.ranks)
+        if farewell.ranks:
+            self.give_up(farewell.why, farewell.ranks)
+            raise PeerAbsent(f"rank {link.rank} gave up: {farewell.why}", ranks=farewell.ranks)
         # The words "connection closed" lead the watch to look for who died.
         text = f"connection closed by rank {link.rank}, which {operation} needs: {farewell.why}"
         self.give_up(text)
         raise RuntimeError(text)
 
-    def give_up(self, why: str, absent: tuple[int, ...] = ()) -> None:
+    def give_up(self, why: str, ranks: tuple[int, ...] = (), *, mismatch: bool = False) -> None:
         """Refuse all further use if a collective is in flight, and tell the peers.
 
         Why a transport with an abandoned collective is not used again
@@ -282,7 +299,7 @@ class Engine:
         """
         if self._given_up is None and self.flying:
             self._given_up = why
-            self.mesh.leave(Farewell(why, absent))
+            self.mesh.leave(Farewell(why, ranks, mismatch))
 
     def close(self) -> None:
         with self._lock:

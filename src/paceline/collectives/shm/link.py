@@ -25,10 +25,11 @@ _HEAD = struct.Struct("<bqq")
 
 @dataclass(frozen=True)
 class Farewell:
-    """Why a peer left. `absent` are the ranks that it waited for in vain, if that was the reason."""
+    """Why a peer left. `ranks` are those at fault: it waited for them in vain, or there was a `mismatch` of calls."""
 
     why: str
-    absent: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    mismatch: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Notice:
 
     @classmethod
     def of_farewell(cls, farewell: Farewell) -> "Notice":
-        text = json.dumps([farewell.why[:500], farewell.absent[:100]], ensure_ascii=False)
+        text = json.dumps([farewell.why[:500], farewell.ranks[:100], farewell.mismatch], ensure_ascii=False)
         return cls(_HEAD.pack(_FAREWELL, 0, 0) + text.encode())
 
 
@@ -105,9 +106,7 @@ class Link:
             except OSError as error:
                 if error.errno == errno.ETOOMANYREFS:
                     return False
-                # What it sent and signalled before it hung up still counts.
-                self.leave(Farewell(str(error.strerror)))
-                self.count()
+                self._leave(Farewell(str(error.strerror)))  # what it has sent can still be received
                 return True
             unsent.popleft()
         return True
@@ -129,7 +128,7 @@ class Link:
             descriptors = [Descriptor(number) for number in numbers]
             if not data:
                 self._ended = True
-                self.leave(Farewell("it hung up"))
+                self._leave(Farewell("it hung up"))
             elif data != b"?":
                 self._take(data, descriptors)
 
@@ -137,25 +136,30 @@ class Link:
     def unsent(self) -> bool:
         return bool(self._unsent)
 
-    def leave(self, farewell: Farewell) -> None:
-        """The peer has no more part in this, and why."""
-        self.gone = self.gone or farewell
-        self._unsent.clear()
-
     def close(self) -> None:
+        """Also for children that were forked off: the counters are the parent's, and are not read."""
         self._ended = True
-        self.leave(Farewell("this rank closed its transport"))
+        self._part(Farewell("this rank closed its transport"))
         self.connection.close()
         self.inbound.close()
         self._outbound.close()
         self.arenas.clear()
 
+    def _leave(self, farewell: Farewell) -> None:
+        """The peer has left. All that it signalled before that still counts; nothing will follow."""
+        self._part(farewell)
+        self.count()
+
+    def _part(self, farewell: Farewell) -> None:
+        self.gone = self.gone or farewell
+        self._unsent.clear()
+
     def _take(self, data: bytes, descriptors: list[Descriptor]) -> None:
         kind, number, nbytes = _HEAD.unpack_from(data)
         if kind == _FAREWELL:
             self._ended = True
-            why, absent = json.loads(data[_HEAD.size :])
-            self.leave(Farewell(why, tuple(absent)))
+            why, ranks, mismatch = json.loads(data[_HEAD.size :])
+            self._leave(Farewell(why, tuple(ranks), mismatch))
             return
         self.received += 1
         if kind == _FREED:

@@ -5,10 +5,10 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from paceline.collectives.shm.room import shortage
 from paceline.errors import SharedMemoryFull
 
 Buffer = ctypes.Array[ctypes.c_char]
@@ -35,8 +35,9 @@ class Descriptor:
 
 def create(nbytes: int, what: str) -> Descriptor:
     """A memfd of `nbytes` whose pages exist: what cannot be had is refused here, not by a SIGBUS later."""
-    if nbytes >= WORTH_ASKING:
-        _check_room(nbytes, what)
+    # Pages of a memfd are promised without limit, and then the out-of-memory killer comes.
+    if nbytes >= WORTH_ASKING and (why := shortage(nbytes)):
+        raise _full(nbytes, what, why)
     try:
         memory = Descriptor(os.memfd_create("paceline", os.MFD_CLOEXEC))
         os.ftruncate(memory.number, nbytes)
@@ -84,35 +85,6 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
 def loose_tensor_of(buffer: Buffer) -> torch.Tensor:
     """The bytes of a buffer, without keeping it mapped."""
     return tensor_of((ctypes.c_char * len(buffer)).from_address(ctypes.addressof(buffer)))
-
-
-def _check_room(nbytes: int, what: str) -> None:
-    """Refuse what would bring the kernel's out-of-memory killer: pages of a memfd are promised without limit."""
-    free = _free_memory()
-    if free is not None and nbytes > free:
-        raise _full(nbytes, what, f"this machine has {free:,} bytes available")
-    limit = _group_limit()
-    if limit is not None and nbytes > limit:
-        raise _full(nbytes, what, f"the control group of this process may use {limit:,} bytes in all")
-
-
-def _free_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-    available = sizes.get("MemAvailable")
-    return None if available is None else available + sizes.get("SwapFree", 0)
-
-
-def _group_limit() -> int | None:
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
-        text = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.max").read_text().strip()
-    except OSError:  # no control groups of the second kind, or no limit in this one
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _full(nbytes: int, what: str, why: str) -> SharedMemoryFull:

@@ -125,6 +125,7 @@ class Mesh:
         for link in self.links:
             if link.received < link.page.notices(number):
                 link.receive()
+                self._add_up()  # it may have left
                 if link.received < link.page.notices(number):
                     raise RuntimeError(f"connection closed by rank {link.rank}, before it had shared its memory")
             calls.append(link.page.call(number))
@@ -164,16 +165,9 @@ class Mesh:
         for link, spoke in heard:
             if spoke:
                 link.receive()
-            link.count()  # last: all that it signalled before it left still counts
+            else:
+                link.count()
         self._add_up()
-
-    def count_gone(self) -> None:
-        """Take what peers have signalled before they left."""
-        gone = [link for link in self.links if link.gone is not None]
-        for link in gone:
-            link.count()
-        if gone:
-            self._add_up()
 
     def _add_up(self) -> None:
         # A rank that is alone on its host waits for nobody there.

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from paceline.collectives.api import Work
 from paceline.collectives.shm import record
+from paceline.collectives.shm.crossing import Crossing
 from paceline.collectives.shm.plan import Sources, Summing
 from paceline.errors import CollectiveMismatch
 
@@ -19,6 +19,7 @@ class Operation:
     __slots__ = (
         "after",
         "arena",
+        "crossing",
         "early",
         "error",
         "keep",
@@ -50,7 +51,8 @@ class Operation:
         self.after = after
         self.early = early
         self.number = -1
-        self.spreads: tuple[Work, Summing] | None = None  # on its way between hosts, and what is then to be done
+        self.crossing: Crossing | None = None  # on its way between hosts
+        self.spreads: Summing | None = None  # what is to be done when it has arrived
         self.error: CollectiveMismatch | None = None
         self.over = False
 

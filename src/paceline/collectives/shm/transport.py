@@ -19,7 +19,8 @@ from paceline.collectives.api import (
 )
 from paceline.collectives.shm import record
 from paceline.collectives.shm.arenas import NOWHERE, Arenas, Staging
-from paceline.collectives.shm.engine import Between, Engine
+from paceline.collectives.shm.crossing import Between
+from paceline.collectives.shm.engine import Engine
 from paceline.collectives.shm.meet import meet
 from paceline.collectives.shm.mesh import Mesh
 from paceline.collectives.shm.operation import Operation
@@ -78,6 +79,9 @@ class ShmTransport:
 
     def averages(self, device: torch.device) -> bool:
         return device.type == "cpu" or self._fallback.averages(device)
+
+    def exchanges(self, device: torch.device) -> bool:
+        return device.type == "cpu" or self._fallback.exchanges(device)
 
     def progress(self) -> None:
         self._engine.progress()
