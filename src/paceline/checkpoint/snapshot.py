@@ -1,0 +1,132 @@
+"""The state of a training run as files: described on every rank, copied and written where it is needed."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.agree import Group, gather_bytes
+from paceline.checkpoint.tensor_file import Layout, TensorFile, bytes_of, lay_out, views
+from paceline.checkpoint.tree import Encoder, decode, dtype_name
+from paceline.errors import UsageError
+
+MODEL, STATE, TREE = "model.safetensors", "state.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value that differs between ranks, such as `rng_state()`: all of them are saved, and loaded as a list."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What belongs to one generation. The tensors are still those of the run."""
+
+    tree: bytes
+    model: Mapping[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside of DistributedDataParallel, torch's or ours, and of torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def state_of(value: Any) -> Any:
+    """What an object says about itself, or the plain value."""
+    if isinstance(value, nn.Module):
+        value = bare(value)
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {
+        name: (dtype_name(value.dtype), tuple(value.shape))
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def describe(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any], group: Group
+) -> Snapshot:
+    """All that is to be saved. Raises UsageError for what cannot be. All ranks call it."""
+    tree: dict[str, Any] = {}
+    weights, rest = Encoder(), Encoder()
+    shapes = {}
+    if model is not None:
+        state = bare(model).state_dict()
+        shapes = shapes_of(state)
+        tree["model"] = weights.encode(dict(state))
+        tree["model_metadata"] = rest.encode(getattr(state, "_metadata", None), ("model_metadata",))
+    if optimizer is not None:
+        tree["optimizer"] = rest.encode(optimizer.state_dict(), ("optimizer",))
+        tree["optimizer_kind"] = type(optimizer).__name__
+    tree["more"], tree["per_rank"] = {}, []
+    for name, value in more.items():
+        if isinstance(value, PerRank):
+            blobs = gather_bytes(pack(state_of(value.value), name), group)
+            value = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]
+            tree["per_rank"].append(name)
+        tree["more"][name] = rest.encode(state_of(value), ("more", name))
+    return Snapshot(json.dumps(tree).encode(), weights.tensors, rest.tensors, shapes)
+
+
+def pack(value: Any, name: str) -> bytes:
+    """A value as bytes, for another rank."""
+    encoder = Encoder()
+    tree = json.dumps(encoder.encode(value, (name,))).encode()
+    staging = Staging()
+    staging.take({name: tensor.cpu() for name, tensor in encoder.tensors.items()})
+    return len(tree).to_bytes(8, "little") + tree + b"".join(staging.parts())
+
+
+def unpack(blob: torch.Tensor) -> Any:
+    """What `pack` packed."""
+    length = int.from_bytes(bytes_of(blob)[:8], "little")
+    tensors = TensorFile(blob[8 + length :].clone())
+    return decode(json.loads(bytes(bytes_of(blob)[8 : 8 + length])), tensors.__getitem__)
+
+
+class Staging:
+    """Host memory for the tensors of one file. It is kept, because fresh memory costs more than the copy into it."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._views: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors. From a CUDA device the copy is queued on the current stream, and `parts` waits for it."""
+        layout = lay_out(tensors)
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        on_device = bool(devices)
+        if self._layout != layout or on_device != self._flat.is_pinned():
+            self._views = []
+            self._flat = torch.empty(layout.size, dtype=torch.uint8, pin_memory=on_device)
+            self._layout, self._views = layout, views(layout, self._flat)
+        with torch.no_grad():
+            for view, entry in zip(self._views, layout.entries, strict=True):
+                view.copy_(tensors[entry.name], non_blocking=True)
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def parts(self) -> list[bytes | memoryview]:
+        """The bytes of the file."""
+        if self._layout is None:
+            raise UsageError("nothing was taken yet")
+        for event in self._copied:
+            event.synchronize()
+        return [self._layout.head, bytes_of(self._flat)]

@@ -1,0 +1,107 @@
+"""Files in the safetensors format, written from one buffer and read into one.
+
+The format is a length, a JSON header and the bytes of all tensors without gaps. It is written here, and not by the
+safetensors package, so that a file is hashed in the same pass that writes it, and so that what is loaded are the very
+bytes whose hash was compared.
+"""
+
+import ctypes
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from paceline.checkpoint.tree import NATIVE, RESERVED
+
+_DTYPES = {word: dtype for dtype, word in NATIVE.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor's place behind the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a file lies. `head` is what precedes the tensors' bytes."""
+
+    head: bytes
+    entries: tuple[Entry, ...]
+    size: int
+
+
+def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """The layout of a file of `tensors`: wide dtypes first, so that each tensor is aligned to its own elements."""
+    entries, at = [], 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        value = tensors[name]
+        end = at + value.numel() * value.element_size()
+        entries.append(Entry(name, value.dtype, tuple(value.shape), at, end))
+        at = end
+    header: dict[str, object] = {
+        entry.name: {
+            "dtype": NATIVE[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [entry.begin, entry.end],
+        }
+        for entry in entries
+    }
+    text = json.dumps({RESERVED: {"format": "pt"}, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return Layout(len(text).to_bytes(8, "little") + text, tuple(entries), at)
+
+
+def views(layout: Layout, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of a layout as views of the buffer that holds their bytes."""
+    return [flat[entry.begin : entry.end].view(entry.dtype).view(entry.shape) for entry in layout.entries]
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor. The tensor must outlive the view."""
+    size = flat.numel() * flat.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * size).from_address(flat.data_ptr())).cast("B")
+
+
+class TensorFile:
+    """A file that was read into `flat`. Raises ValueError if it is not in the format."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        content = bytes_of(flat)
+        if len(content) < 8 or (length := int.from_bytes(content[:8], "little")) > len(content) - 8:
+            raise ValueError(f"the header does not fit in a file of {len(content)} bytes")
+        header = json.loads(bytes(content[8 : 8 + length]))
+        if not isinstance(header, dict) or not all(isinstance(fields, dict) for fields in header.values()):
+            raise ValueError("the header is not a table of tensors")
+        self._body = flat[8 + length :]
+        self._entries = {name: self._entry(name, fields) for name, fields in header.items() if name != RESERVED}
+        self._given: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A tensor by name, in memory of its own: the same one each time. Raises ValueError if there is none."""
+        if name not in self._given:
+            entry = self._entries.get(name)
+            if entry is None:
+                raise ValueError(f"there is no tensor {name!r}")
+            # Copied first: then it is aligned as torch aligns, and kernels give the bits that they always give.
+            raw = self._body[entry.begin : entry.end].clone()
+            self._given[name] = raw.view(entry.dtype).view(entry.shape)
+        return self._given[name]
+
+    def _entry(self, name: str, fields: Mapping[str, object]) -> Entry:
+        dtype, shape, offsets = _DTYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
+        if dtype is None or not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+            raise ValueError(f"the header says about {name!r}: {dict(fields)}")
+        begin, end = offsets
+        if not 0 <= begin <= end <= self._body.numel() or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r} of shape {shape} cannot lie at {begin} to {end}")
+        return Entry(name, dtype, tuple(shape), begin, end)

@@ -1,0 +1,340 @@
+"""Saves that are killed at every stage and at every system call, and disks that fail: the one before stays whole.
+
+One process that has torch loaded forks a child for each case.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint import Checkpointer, NotSaved, generations, manifest
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.write import write_generation
+
+OLDER, OLD, NEW = 5, 10, 20
+# All by which a save changes what is on disk; how often it makes the others may vary.
+CHANGING = ("mkdir", "openat", "write", "fsync", "close", "rename", "unlinkat", "rmdir", "flock")
+NOT_OF_THE_SAVE = ("exit_group", "restart_syscall", "rt_sigtimedwait")
+
+
+class Nursery:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        code = f"import sys; sys.path[:] = {sys.path!r}; from tests.procs.test_checkpoint_kills import nurse; nurse()"
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environ,
+            text=True,
+        )
+        assert self._line() == "ready"
+
+    def fork(self, task: Callable[..., Any], *args: Any) -> int:
+        """Start `task(*args)` in a child, and return its id."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([task.__name__, args]) + "\n")
+        self.process.stdin.flush()
+        return int(self._line())
+
+    def exit_code(self) -> int:
+        """Wait for the child: 0, or minus the signal that killed it."""
+        return int(self._line())
+
+    def run(self, task: Callable[..., Any], *args: Any) -> int:
+        self.fork(task, *args)
+        return self.exit_code()
+
+    def close(self) -> None:
+        with self.process:
+            self.process.kill()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+def nurse() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # a child may get it before it waits for it
+    say = os.fdopen(1, "w", buffering=1)
+    say.write("ready\n")
+    for line in sys.stdin:
+        name, args = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            globals()[name](*args)  # what it raises ends the child in the ordinary way
+            os._exit(0)
+        say.write(f"{child}\n")
+        say.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(autouse=True)
+def _started(nursery: Nursery) -> None:
+    """Before the leak police looks: it lives longer than one test."""
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((30_000,), float(step)), "note": {"step": step}}
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two generations that were saved well."""
+    directory = tmp_path_factory.mktemp("template")
+    checkpointer = Checkpointer(directory, asynchronous=False)
+    for step in (OLDER, OLD):
+        assert checkpointer.save(step, **state(step)).problem is None
+    return directory
+
+
+@pytest.fixture
+def fresh(template: Path, tmp_path: Path) -> Callable[[], Path]:
+    """Makes a copy of the template, in the place of the last one."""
+
+    def copy() -> Path:
+        directory = tmp_path / "checkpoints"
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(template, directory)
+        return directory
+
+    return copy
+
+
+def newest(directory: Path) -> int:
+    """The step that a new process would go on from; all of it is compared."""
+    loaded = Checkpointer(directory).load()
+    assert loaded.more["note"] == {"step": loaded.step}
+    assert torch.equal(loaded.more["weight"], torch.full((30_000,), float(loaded.step)))
+    assert loaded.skipped == (), "no half of a generation is ever seen"
+    return loaded.step
+
+
+def check_goes_on(directory: Path) -> None:
+    """The next save finds a way, and leaves nothing of the killed one behind."""
+    checkpointer = Checkpointer(directory, asynchronous=False)
+    assert checkpointer.save(NEW + 10, **state(NEW + 10)).problem is None
+    assert newest(directory) == NEW + 10
+    assert not [entry.name for entry in directory.iterdir() if not generations.NAME.match(entry.name)]
+
+
+# Tool-free: killed before each stage.
+
+
+def save_until(directory: str, stop: int) -> None:
+    stages = 0
+
+    def reached(stage: str) -> None:
+        nonlocal stages
+        if stages == stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+        stages += 1
+
+    fields = Manifest(NEW, 3, 1, 1, {}, {}, manifest.versions())
+    write_generation(Path(directory), fields, {"a": [b"x" * 5000], "b": [b"y"]}, reached=reached)
+
+
+def test_killed_at_every_stage_of_a_save(nursery: Nursery, fresh: Callable[[], Path]) -> None:
+    found = []
+    for stop in range(50):
+        directory = fresh()
+        if nursery.run(save_until, str(directory), stop) == 0:
+            break
+        whole, broken = generations.survey(directory)
+        for generation in whole:
+            generations.verify(generation)
+        assert not broken
+        assert {OLDER, OLD} <= {generation.step for generation in whole}
+        found.append(whole[0].step)
+        generations.remove_abandoned(directory)
+        assert all(generations.NAME.match(entry.name) for entry in directory.iterdir())
+    assert found == [OLD] * 9 + [NEW] * 2, "the name is given in one move"
+
+
+# With strace: killed at each system call.
+
+
+def save_when_told(directory: str) -> None:
+    checkpointer = Checkpointer(directory, keep=2, asynchronous=False)
+    contents = state(NEW)
+    signal.sigwait([signal.SIGUSR1])
+    problem = checkpointer.save(NEW, **contents).problem
+    os._exit(0 if problem is None else 9)
+
+
+@contextmanager
+def traced(nursery: Nursery, directory: Path, *options: str) -> Iterator[None]:
+    """A save under strace, which is attached just before."""
+    child = nursery.fork(save_when_told, str(directory))
+    command = ["strace", "-f", "-p", str(child), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        assert tracer.stderr is not None
+        said = tracer.stderr.readline()
+        os.kill(child, signal.SIGUSR1)
+        if "attached" not in said:
+            nursery.exit_code()
+            pytest.skip(f"strace cannot attach here: {said.strip()}")
+        tracer.stderr.read()
+    yield
+
+
+@pytest.fixture
+def calls(nursery: Nursery, tmp_path: Path, fresh: Callable[[], Path]) -> Counter[str]:
+    """How often a save makes each system call."""
+    if shutil.which("strace") is None:
+        pytest.skip("there is no strace here to inject faults with")
+    log = tmp_path / "log"
+    with traced(nursery, fresh(), "-o", str(log)):
+        assert nursery.exit_code() == 0
+    rows = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()]
+    counted = Counter(row.partition("(")[0] for row in rows if "(" in row and not row.startswith(("+", "-", "<")))
+    for name in NOT_OF_THE_SAVE:
+        del counted[name]
+    assert counted["fsync"] == 6 and counted["rename"] == 2, "three files, manifest, directory, parent; one removed"
+    return counted
+
+
+@pytest.mark.timeout(180)
+def test_killed_at_every_system_call_of_a_save(
+    nursery: Nursery, fresh: Callable[[], Path], calls: Counter[str]
+) -> None:
+    """F22."""
+    outcomes: Counter[int] = Counter()
+    for name, count in calls.items():
+        for number in range(1, count + 1):
+            directory = fresh()
+            with traced(nursery, directory, "-o", "/dev/null", "-e", f"inject={name}:signal=KILL:when={number}"):
+                assert nursery.exit_code() == -signal.SIGKILL or name not in CHANGING, (name, number)
+            outcomes[newest(directory)] += 1
+            if name in ("fsync", "rename", "rmdir"):
+                check_goes_on(directory)
+    assert outcomes.keys() == {OLD, NEW}
+    assert sum(outcomes.values()) == sum(calls.values()) > 50
+
+
+@pytest.mark.parametrize(
+    ("call", "error"), [("write", "ENOSPC"), ("fsync", "EIO"), ("rename", "EIO"), ("mkdir", "EROFS")]
+)
+def test_an_error_of_any_call_is_told_and_leaves_nothing(
+    nursery: Nursery, fresh: Callable[[], Path], calls: Counter[str], call: str, error: str
+) -> None:
+    """F20 and F21."""
+    for number in range(1, calls[call] + 1):
+        directory = fresh()
+        with traced(nursery, directory, "-o", "/dev/null", "-e", f"inject={call}:error={error}:when={number}"):
+            code = nursery.exit_code()
+        assert all(generations.NAME.match(entry.name) for entry in directory.iterdir())
+        if (call, number) == ("rename", 2):  # of the one that is removed: the save itself was good
+            assert (code, newest(directory)) == (0, NEW)
+        elif (call, number) == ("fsync", 6):  # of the parent: whole, but nobody may say that it is on disk
+            assert (code, newest(directory)) == (9, NEW)
+        else:
+            assert (code, newest(directory)) == (9, OLD)
+            assert sorted(entry.name for entry in directory.iterdir()) == ["step-00000005", "step-00000010"]
+
+
+# Disks that are full or cannot be written, for real.
+
+
+def save_beyond_limit(directory: str) -> None:
+    checkpointer = Checkpointer(directory, asynchronous=False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    problem = checkpointer.save(NEW, **state(NEW)).problem
+    assert isinstance(problem, NotSaved) and "File too large" in str(problem), problem
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert checkpointer.save(NEW + 1, **state(NEW + 1)).problem is None
+
+
+def test_a_file_that_may_not_grow(nursery: Nursery, fresh: Callable[[], Path]) -> None:
+    directory = fresh()
+    assert nursery.run(save_beyond_limit, str(directory)) == 0
+    assert newest(directory) == NEW + 1
+    assert sorted(entry.name for entry in directory.iterdir()) == ["step-00000010", "step-00000021"]
+
+
+NOT_ALLOWED = 77
+CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 0x20000, 1, 32, 0x4000, 1 << 18
+
+
+def on_small_disk(directory: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def mount(flags: int, options: bytes, target: str, kind: bytes = b"tmpfs") -> None:
+        if libc.mount(b"none", target.encode(), kind, ctypes.c_ulong(flags), options):
+            os._exit(NOT_ALLOWED)
+
+    if libc.unshare(CLONE_NEWNS):
+        os._exit(NOT_ALLOWED)
+    mount(MS_REC | MS_PRIVATE, b"", "/", b"none")
+    mount(0, b"size=300k", directory)
+    checkpointer = Checkpointer(directory, asynchronous=False)
+    assert checkpointer.save(OLD, **state(OLD)).problem is None
+    problem = checkpointer.save(NEW, **state(NEW), ballast=torch.zeros(100_000)).problem
+    assert problem is not None and "No space left" in str(problem) and "step-00000010" in str(problem), problem
+    assert [entry.name for entry in Path(directory).iterdir()] == ["step-00000010"]
+    assert newest(Path(directory)) == OLD
+    assert checkpointer.save(NEW, **state(NEW)).problem is None, "there is room for this one"
+    mount(MS_REMOUNT | MS_RDONLY, b"", directory)
+    problem = checkpointer.save(NEW + 1, **state(NEW + 1)).problem
+    assert problem is not None and "Read-only" in str(problem), problem
+    assert newest(Path(directory)) == NEW
+
+
+def test_a_disk_that_is_full_and_one_that_is_read_only(nursery: Nursery, tmp_path: Path) -> None:
+    """F20."""
+    code = nursery.run(on_small_disk, str(tmp_path))
+    if code == NOT_ALLOWED:
+        pytest.skip("a file system cannot be mounted here")
+    assert code == 0
+
+
+# Ends of the process while a thread writes.
+
+
+def exit_while_writing(directory: str) -> None:
+    Checkpointer(directory).save(NEW, **state(NEW))
+    raise SystemExit(0)
+
+
+def raise_while_writing(directory: str) -> None:
+    Checkpointer(directory).save(NEW, **state(NEW))
+    sys.stderr.close()
+    raise ValueError("in training")
+
+
+def killed_while_writing(directory: str) -> None:
+    Checkpointer(directory).save(NEW, **state(NEW))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("task", "code"), [(exit_while_writing, 0), (raise_while_writing, 1), (killed_while_writing, -signal.SIGTERM)]
+)
+def test_an_end_while_writing_leaves_a_whole_generation_or_none(
+    nursery: Nursery, fresh: Callable[[], Path], task: Callable[..., Any], code: int
+) -> None:
+    directory = fresh()
+    assert nursery.run(task, str(directory)) == code
+    assert newest(directory) == NEW or code < 0
+    check_goes_on(directory)
