@@ -1,5 +1,8 @@
 """DistributedSampler: torch's order for every argument, and clear refusals."""
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,3 +125,97 @@ def test_a_bad_epoch_is_refused() -> None:
     sampler: DistributedSampler[int] = DistributedSampler(Numbers(4), num_replicas=1, rank=0)
     with pytest.raises(UsageError, match="epoch must be a whole number, got 'one'"):
         sampler.set_epoch("one")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------ exactly once, and a position
+
+
+def samplers(length: int, size: int, **more: Any) -> list[DistributedSampler[int]]:
+    return [DistributedSampler(Numbers(length), size, rank, **more) for rank in range(size)]
+
+
+@given(length=lengths, size=sizes, shuffle=st.booleans(), seed=seeds, epoch=epochs)
+def test_exactly_once_deals_each_index_to_one_rank(
+    length: int, size: int, shuffle: bool, seed: int, epoch: int
+) -> None:
+    parts = []
+    for sampler in samplers(length, size, shuffle=shuffle, seed=seed, exactly_once=True):
+        sampler.set_epoch(epoch)
+        parts.append(list(sampler))
+        assert len(sampler) == len(parts[-1])
+    assert sorted(index for part in parts for index in part) == list(range(length))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_exactly_once_and_drop_last_contradict_each_other() -> None:
+    with pytest.raises(UsageError, match="exactly_once=True and drop_last=True contradict each other"):
+        DistributedSampler(Numbers(4), 2, 0, drop_last=True, exactly_once=True)
+
+
+@given(
+    length=st.integers(1, 60),
+    worlds=st.lists(st.tuples(sizes, st.integers(0, 5)), max_size=4),
+    kind=st.sampled_from([{"exactly_once": True}, {"drop_last": True}, {}]),
+    epoch=epochs,
+)
+def test_worlds_that_follow_each_other_share_one_epoch(
+    length: int, worlds: list[tuple[int, int]], kind: dict[str, bool], epoch: int
+) -> None:
+    state: dict[str, Any] = {"seed": 3, "epoch": epoch, "committed": 0, "length": length}
+    dealt: list[int] = []
+    for size, samples in [*worlds, (2, length)]:
+        states = []
+        for sampler in samplers(length, size, seed=1, **kind):
+            sampler.load_state_dict(state)
+            expected = len(sampler)
+            drawn = list(sampler)
+            assert len(drawn) == expected
+            # All is drawn ahead, as a DataLoader may do; only what is committed counts.
+            dealt += drawn[:samples]
+            sampler.commit(min(samples, len(drawn)))
+            states.append(sampler.state_dict())
+        state = states[0]
+    times = Counter(dealt)
+    if kind.get("exactly_once"):
+        assert times == dict.fromkeys(range(length), 1)
+    elif kind.get("drop_last"):
+        assert set(times.values()) <= {1}
+        assert length - len(times) < 9
+    else:  # padded at the end, by fewer than there are ranks
+        assert set(times) == set(range(length))
+        assert len(dealt) - length < 9
+
+
+def test_going_on_in_the_same_world_is_as_if_nothing_had_happened() -> None:
+    for sampler, whole in zip(samplers(23, 4), samplers(23, 4), strict=True):
+        sampler.commit(2)
+        other: DistributedSampler[int] = DistributedSampler(Numbers(23), 4, sampler.rank)
+        other.load_state_dict(sampler.state_dict())
+        assert list(other) == list(whole)[2:]
+        # The epoch after it is whole again.
+        other.set_epoch(1)
+        whole.set_epoch(1)
+        assert (list(other), len(other)) == (list(whole), len(whole))
+
+
+def test_a_state_for_another_dataset_is_refused() -> None:
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(4), 1, 0)
+    with pytest.raises(UsageError, match="a dataset of 5 samples, this one has 4"):
+        sampler.load_state_dict({**sampler.state_dict(), "length": 5})
+    with pytest.raises(UsageError, match="it lacks committed, length"):
+        sampler.load_state_dict({"seed": 0, "epoch": 0})
+
+
+def test_epochs_in_the_same_order_are_warned_of_once() -> None:
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(4), 2, 1)
+    next(iter(sampler))  # a look at the first sample is no epoch
+    list(sampler)
+    with pytest.warns(UserWarning, match=r"rank 1 of 2: .* set_epoch\(\) was never called"):
+        list(sampler)
+    list(sampler)
+
+
+@pytest.mark.parametrize("more", [{"shuffle": False}, {"exactly_once": True}])
+def test_evaluations_in_the_same_order_are_not(more: dict[str, bool]) -> None:
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(4), 2, 1, **more)
+    assert list(sampler) == list(sampler)

@@ -1,17 +1,20 @@
-"""torch's DistributedSampler, with a world that may have been read from the environment."""
+"""torch's DistributedSampler, with a world that may have been read from the environment, and a position."""
 
+import math
 import operator
-from collections.abc import Sized
-from typing import Any, SupportsIndex, TypeVar
+import warnings
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, TypeVar
 
-import torch.distributed as dist
+import torch
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
+from paceline.data.place import check_whole, place
 from paceline.errors import UsageError
-from paceline.world import World
 
 T_co = TypeVar("T_co", covariant=True)
+_CHUNK = 1 << 16  # how many indices are Python integers at a time
 
 
 class DistributedSampler(TorchDistributedSampler[T_co]):
@@ -19,6 +22,12 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
 
     `num_replicas` and `rank` come from the process group; before there is one, from the launcher's environment (a
     world of one without a launcher). Call `set_epoch` before each epoch, or every epoch has the same order.
+
+    With `exactly_once=True` nothing is repeated to make the parts even and nothing is dropped: each index goes to one
+    rank, and some ranks get one less than others. That is for evaluation, where a repeated sample makes a wrong mean.
+
+    To stop in the middle of an epoch, count with `commit` and keep `state_dict()`; it can be loaded in a world of
+    another size. A `paceline.Loader` does that by itself.
     """
 
     def __init__(
@@ -29,35 +38,107 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        exactly_once: bool = False,
     ) -> None:
         if not isinstance(dataset, Sized):
             raise UsageError(f"dataset must have a length, got {type(dataset).__name__}, which has no __len__")
-        if num_replicas is None or rank is None:
-            size, own = _here()
-            num_replicas = size if num_replicas is None else num_replicas
-            rank = own if rank is None else rank
-        _check_whole("num_replicas", num_replicas, lowest=1)
-        _check_whole("rank", rank, lowest=0)
-        _check_whole("seed", seed)
-        if rank >= num_replicas:
-            raise UsageError(f"rank must be below num_replicas={num_replicas}, got rank={rank}; ranks count from 0")
+        rank, num_replicas = place(rank, num_replicas, "num_replicas")
+        check_whole("seed", seed)
+        if exactly_once and drop_last:
+            raise UsageError("exactly_once=True and drop_last=True contradict each other: choose one")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.exactly_once = exactly_once
+        self._begun = 0  # where this pass began, or the next one does
+        self._committed = 0
+        self._exhausted = False  # all of this pass has been drawn, though perhaps not used
+        self._epoch_was_set = False
+
+    def __iter__(self) -> Iterator[T_co]:
+        if self._exhausted:
+            if self.shuffle and not self._epoch_was_set and not self.exactly_once:
+                self._warn()
+            self._move(0)
+        self._move(self._committed)
+        own = self._rest()[self.rank :: self.num_replicas]
+        for chunk in own.split(_CHUNK):
+            yield from chunk.tolist()
+        self._exhausted = True
+
+    def __len__(self) -> int:
+        """How many indices this rank gets, or still gets after `load_state_dict`."""
+        return len(range(self._begun + self.rank, self._total(), self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order. The same on all ranks, before the loader is iterated."""
-        _check_whole("epoch", epoch)
+        check_whole("epoch", epoch)
+        if epoch != self.epoch:
+            self._move(0)
+        self._epoch_was_set = True
         super().set_epoch(epoch)
 
+    def commit(self, samples: int) -> None:
+        """Count `samples` that every rank has used since the last call, usually the size of one batch.
 
-def _here() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    world = World.from_env()
-    return world.size, world.rank
+        Only who trains can count: a DataLoader draws indices ahead of what the loop has got.
+        """
+        check_whole("samples", samples, lowest=0)
+        self._committed += operator.index(samples) * self.num_replicas
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position: seed, epoch, and how many samples of it all ranks together have committed."""
+        committed = min(self._committed, self._length())
+        return {"seed": self.seed, "epoch": self.epoch, "committed": committed, "length": self._length()}
 
-def _check_whole(name: str, number: object, lowest: int | None = None) -> None:
-    # SupportsIndex, as in torch: integers of numpy are as good as ours.
-    if not isinstance(number, SupportsIndex) or (lowest is not None and operator.index(number) < lowest):
-        at_least = "" if lowest is None else f" of at least {lowest}"
-        raise UsageError(f"{name} must be a whole number{at_least}, got {number!r}")
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position, in a world of any size: the next iteration yields what is left of that epoch."""
+        if missing := {"seed", "epoch", "committed", "length"} - set(state):
+            raise UsageError(f"this is no state of a DistributedSampler: it lacks {', '.join(sorted(missing))}")
+        if state["length"] != self._length():
+            raise UsageError(
+                f"the sampler's state is for a dataset of {state['length']} samples, this one has {self._length()}: "
+                f"the same position would mean other samples"
+            )
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self._move(state["committed"])
+        self._epoch_was_set = True
+
+    def _move(self, committed: int) -> None:
+        self._begun = self._committed = committed
+        self._exhausted = False
+
+    def _length(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # checked when it was given
+
+    def _total(self) -> int:
+        """Where the order ends that is dealt: the dataset's length, made even as torch does it for what is left."""
+        length = self._length()
+        left = max(0, length - self._begun)
+        if self.exactly_once:
+            return length
+        if self.drop_last:
+            return length - left % self.num_replicas
+        return length + -left % self.num_replicas
+
+    def _rest(self) -> torch.Tensor:
+        """What all ranks have yet to get, in torch's order, 8 bytes per index."""
+        length, total = self._length(), self._total()
+        if self.shuffle:
+            generator = torch.Generator(device="cpu")
+            generator.manual_seed(self.seed + self.epoch)
+            found = torch.randperm(length, generator=generator, device="cpu")
+        else:
+            found = torch.arange(length, device="cpu")
+        if total > length:
+            padding = total - length
+            found = torch.cat([found, found.repeat(math.ceil(padding / length))[:padding]])
+        return found[self._begun : total]
+
+    def _warn(self) -> None:
+        self._epoch_was_set = True  # said once
+        warnings.warn(
+            f"rank {self.rank} of {self.num_replicas}: the sampler begins another epoch in the order of the one "
+            f"before, because set_epoch() was never called; call sampler.set_epoch(epoch) before each epoch",
+            UserWarning,
+            stacklevel=3,
+        )

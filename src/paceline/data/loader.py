@@ -1,0 +1,320 @@
+"""`Loader`: batches for one rank, from a place that any world can go on from."""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch.utils.data import Dataset, IterableDataset
+
+from paceline.data.ledger import Entry, Ledger
+from paceline.data.mistakes import Setting, agree, check_first_batch, ranks_can_compare
+from paceline.data.order import Cursor, mixed
+from paceline.data.place import check_whole, place
+from paceline.data.sources import Indexed, Streamed, Terms
+from paceline.data.workers import Feed
+from paceline.errors import IllegalMove, UsageError
+
+Batch = TypeVar("Batch")
+_VERSION = 1
+
+
+class _Steps(Protocol):
+    """An optimizer, as far as `commit_on` needs one."""
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What the loop was given in one batch."""
+
+    epoch: int
+    start: int
+    stop: int
+    ids: list[int]
+
+
+class Loader(Generic[Batch]):
+    """Deals a dataset to ranks, through torch's DataLoader, so that no sample is lost or repeated.
+
+        loader = paceline.Loader(dataset, batch_size=32)
+        for batch in loader:                    # one epoch, or what is left of it; the next one goes on with the next
+            ...
+            optimizer.step()
+            loader.commit()
+            if checkpoints.due(step): checkpoints.save(step, model=model, optimizer=optimizer, loader=loader)
+
+    The order of an epoch is one permutation of the dataset that follows from (seed, epoch). A global batch is the next
+    `batch_size` × `world_size` samples of it, and each rank takes its slice. So `cursor`, which counts the samples of
+    all ranks, is the whole position: `state_dict()` can be loaded in a world of another size, with another batch size,
+    in the middle of an epoch.
+
+    A batch counts as committed from the moment the loop has it, unless the loop calls `commit()`: then all that was
+    handed out before the last such call counts, and nothing else. Batches that were merely prefetched never count. So
+    a loop that saves after `optimizer.step()` needs nothing; one that accumulates over several batches, or may save
+    between a batch and its step, calls `commit()` after the step, or `commit_on(optimizer)` once (and gives
+    `manual_commit=True` if it may save before the first step).
+
+    `drop_last=True` leaves out the samples at the end of an epoch that make no whole global batch. Without it the last
+    batch is smaller, and some ranks get none of it if it has fewer samples than there are ranks.
+
+    Random numbers that `dataset[i]` draws follow from (seed, epoch, i) alone, so augmentation is the same in every
+    world and after every resume (not in streams, nor in datasets that fetch by `__getitems__`; `reseed=False` leaves
+    the generators alone, and saves about 30 µs per sample). Workers that die are replaced, up to `respawns` times per
+    epoch, at the same place; with a `timeout` so are workers that do not answer.
+
+    An IterableDataset is sharded: element i goes to rank i mod `world_size`. It comes in its own order, every rank and
+    worker reads all of it, and going on in the middle reads and drops what lies before, unless the dataset has
+    `iter_from(element)`. Its `set_epoch(epoch)` is called if there is one.
+
+    `ledger` is a folder, or a Ledger, that gets the sample indices of every step. `rank` and `world_size` come from the
+    process group, or else from the launcher's environment. With a process group of that size the ranks compare their
+    settings when the first batch is loaded, and its content; so all ranks must iterate (`check=False` skips it).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Batch] | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        timeout: float = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        ledger: Ledger | str | Path | None = None,
+        manual_commit: bool = False,
+        reseed: bool = True,
+        respawns: int = 3,
+        check: bool = True,
+    ) -> None:
+        for name, number, lowest in (("batch_size", batch_size, 1), ("seed", seed, None), ("respawns", respawns, 0)):
+            check_whole(name, number, lowest)
+        rank, size = place(rank, world_size, "world_size")
+        options = {
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "persistent_workers": persistent_workers and num_workers > 0,
+            "prefetch_factor": prefetch_factor,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+        }
+        self.dataset = dataset
+        self._terms = Terms(batch_size, rank, size, shuffle, drop_last, reseed, options)
+        self._source = _source(dataset, self._terms)
+        self._feed = Feed(rank=rank, respawns=respawns, timeout=timeout)
+        self._ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
+        self._manual = manual_commit
+        self._check = check
+        self._step = 0
+        self._reached = self._committed = Cursor(operator.index(seed))
+        self._uncommitted: list[_Taken] = []
+        self._iteration = 0  # the number of the one that is running
+        self._agreed = False  # ranks have compared where they stand
+        self._resumed = True  # the ledger's next session undoes what lies past it
+        self._first_batch_seen = False
+
+    @property
+    def batch_size(self) -> int:
+        """How many samples each rank gets at a time."""
+        return self._terms.batch_size
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the run stands: what `state_dict` saves."""
+        return self._committed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loop is in, or that the next iteration begins."""
+        return self._reached.epoch
+
+    @property
+    def left(self) -> int:
+        """How many batches of the current epoch this rank has yet to get."""
+        return self._terms.batches(max(0, self._length() - self._reached.committed))
+
+    def __len__(self) -> int:
+        """How many batches this rank gets in a whole epoch."""
+        return self._terms.batches(self._length())
+
+    def _length(self) -> int:
+        if self._source.length is not None:
+            return self._source.length
+        if isinstance(self.dataset, Sized):
+            return len(self.dataset)
+        raise TypeError(f"{type(self.dataset).__name__} is a stream without a length")
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the current epoch, from where the loop is. Afterwards the loader is in the next epoch."""
+        self._iteration += 1
+        mine = self._iteration
+        self._agree()
+        begun = self._reached
+        for window in self._source.windows(begun, self._feed):
+            self._look_at_first(window.batch)
+            self._reached = Cursor(begun.seed, begun.epoch, window.stop)
+            self._uncommitted.append(_Taken(begun.epoch, window.start, window.stop, window.ids))
+            if not self._manual:
+                self._settle(None)
+            yield window.batch
+            if self._iteration != mine:
+                raise IllegalMove(
+                    "this iteration over the Loader has ended: another one was begun, or the position was set, while "
+                    "it ran; go on with a new `for batch in loader`"
+                )
+        self._look_at_first(None)
+        self._reached = Cursor(begun.seed, begun.epoch + 1)
+        if not self._uncommitted:
+            self._committed = self._reached
+
+    def endless(self) -> Iterator[Batch]:
+        """Batches for ever, epoch after epoch."""
+        while True:
+            begun = self._reached
+            yield from self
+            if begun.committed == 0 and self._step == 0 and not self._uncommitted:
+                raise UsageError("the first epoch had no batch for this rank; expected at least one per epoch")
+
+    def commit(self, step: int | None = None) -> None:
+        """Count all batches that were handed out until now as trained on. `step` is the number for the ledger."""
+        self._manual = True
+        self._settle(step)
+
+    def commit_on(self, optimizer: _Steps) -> Any:
+        """Call `commit` after every step of `optimizer`. Returns the handle whose `remove()` ends that."""
+        self._manual = True
+        return optimizer.register_step_post_hook(lambda *_: self.commit())
+
+    def close(self) -> None:
+        """End persistent workers and close the ledger's file. Iterating again starts new ones."""
+        self._iteration += 1
+        self._feed.close()
+        if self._ledger is not None:
+            self._ledger.close()
+            self._agreed = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`, unless the loop is in it already. The loader counts epochs without this."""
+        check_whole("epoch", epoch, 0)
+        if epoch != self._reached.epoch:
+            self._move(Cursor(self._reached.seed, operator.index(epoch)), resumed=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain numbers and text. It is the same on all ranks."""
+        cursor = self._committed
+        return {
+            "version": _VERSION,
+            "seed": cursor.seed,
+            "epoch": cursor.epoch,
+            "committed": cursor.committed,
+            "step": self._step,
+            "length": self._source.length,
+            "shuffle": self._terms.shuffle,
+            # Drawing an order costs time, and at its beginning any order will do.
+            "order": self._source.fingerprint(cursor) if cursor.committed else "",
+            "manual_commit": self._manual,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved position. The order of its epoch is kept, so the seed is the saved one from here on."""
+        cursor = _read(state, self._source, self._terms.shuffle)
+        self._move(cursor, resumed=True)
+        self._step = state["step"]
+        self._manual = self._manual or state["manual_commit"]
+
+    def _move(self, cursor: Cursor, *, resumed: bool) -> None:
+        self._iteration += 1
+        self._reached = self._committed = cursor
+        self._uncommitted.clear()
+        self._agreed, self._resumed = False, resumed
+
+    def _settle(self, step: int | None) -> None:
+        if self._uncommitted or step is not None:
+            self._step = self._step + 1 if step is None else step
+        if self._ledger is not None:
+            for epoch, group in groupby(self._uncommitted, key=lambda taken: taken.epoch):
+                part = list(group)
+                ids = tuple(index for taken in part for index in taken.ids)
+                self._ledger.record(Entry(self._step, self._terms.rank, epoch, part[0].start, part[-1].stop, ids))
+        self._uncommitted.clear()
+        self._committed = self._reached
+
+    def _agree(self) -> None:
+        if self._agreed:
+            return
+        terms, at = self._terms, self._reached
+        session = None
+        if self._check and ranks_can_compare(terms.size):
+            length = -1 if self._source.length is None else self._source.length
+            setting = Setting(
+                length, terms.batch_size, mixed(at.seed), at.epoch, at.committed, terms.shuffle, terms.drop_last
+            )
+            session = 1 + agree(setting, terms.rank, -1 if self._ledger is None else self._ledger.newest())
+        if self._ledger is not None:
+            self._ledger.begin(at, terms.rank, terms.size, session=session, resumed=self._resumed)
+        self._agreed = True
+
+    def _look_at_first(self, batch: Any) -> None:
+        if not self._first_batch_seen:
+            self._first_batch_seen = True
+            if self._check and ranks_can_compare(self._terms.size):
+                check_first_batch(batch)
+
+
+def _source(dataset: Any, terms: Terms) -> Indexed | Streamed:
+    if isinstance(dataset, IterableDataset):
+        return Streamed(dataset, terms)
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise UsageError(
+            f"dataset must have a length and indices, or be an IterableDataset, got {type(dataset).__name__}, "
+            f"which has no {'__getitem__' if isinstance(dataset, Sized) else '__len__'}"
+        )
+    length = len(dataset)
+    if length < terms.size:
+        raise UsageError(
+            f"the dataset has {length} samples, fewer than the {terms.size} ranks; expected at least one for each: "
+            f"start fewer ranks, or give more data"
+        )
+    if terms.drop_last and length < terms.global_batch:
+        raise UsageError(
+            f"the dataset has {length} samples, fewer than one global batch of {terms.global_batch} "
+            f"(batch_size={terms.batch_size} on each of {terms.size} ranks), and drop_last=True drops what is less; "
+            f"take a smaller batch_size, or drop_last=False"
+        )
+    return Indexed(dataset, length, terms)  # type: ignore[arg-type]  # a list will do, as it does for torch
+
+
+def _read(state: Mapping[str, Any], source: Indexed | Streamed, shuffle: bool) -> Cursor:
+    expected = {"version", "seed", "epoch", "committed", "step", "length", "shuffle", "order", "manual_commit"}
+    if missing := expected - set(state):
+        raise UsageError(f"this is no state of a Loader: it lacks {', '.join(sorted(missing))}")
+    if state["version"] != _VERSION:
+        raise UsageError(f"the Loader's state has version {state['version']!r}, expected {_VERSION}")
+    for name in ("length", "shuffle"):
+        here = source.length if name == "length" else shuffle
+        if state[name] != here:
+            raise UsageError(
+                f"the Loader's state was saved with {name}={state[name]!r}, here it is {here!r}: the same position "
+                f"would mean other samples. Resume with the dataset and the settings it was saved with"
+            )
+    cursor = Cursor(state["seed"], state["epoch"], state["committed"])
+    if cursor.committed and source.fingerprint(cursor) != state["order"]:
+        raise UsageError(
+            f"the order of epoch {cursor.epoch} is not the one that the Loader's state was saved in the middle of, "
+            f"though seed and length are equal: another version of torch draws other permutations. Resume with the "
+            f"version it was saved with, or go on with the next epoch by set_epoch({cursor.epoch + 1})"
+        )
+    return cursor

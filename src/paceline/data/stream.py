@@ -1,0 +1,97 @@
+"""Streams: datasets that can only be iterated, dealt to ranks and to the workers inside a rank."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from paceline.data.place import place
+
+T = TypeVar("T")
+
+
+def shard(
+    iterable: Iterable[T], rank: int | None = None, world_size: int | None = None, *, start: int = 0
+) -> Iterator[T]:
+    """The elements of `iterable` that belong to this rank: element i goes to rank i mod `world_size`.
+
+    Inside a DataLoader's worker, the rank's elements are dealt to its workers in turn. The first `start` elements are
+    skipped on all ranks. Every rank, and every worker, still reads the whole iterable and drops what is not its own,
+    so an iterable that is expensive to read should be sharded where it is made.
+    """
+    rank, world_size = place(rank, world_size, "world_size")
+    info = get_worker_info()
+    if info is not None:
+        rank, world_size = rank + world_size * info.id, world_size * info.num_workers
+    for index, element in enumerate(elements_from(iterable, start), start):
+        if index % world_size == rank:
+            yield element
+
+
+def elements_from(iterable: Iterable[T], start: int) -> Iterator[T]:
+    """What `iterable` yields from element `start` on: by its own `iter_from(start)`, else by reading and dropping."""
+    if start and hasattr(iterable, "iter_from"):
+        found: Iterator[T] = iter(iterable.iter_from(start))
+        return found
+    return islice(iter(iterable), start, None)
+
+
+class Window(NamedTuple):
+    """One global batch of a stream: where it lies, which elements of it are this rank's, and their batch."""
+
+    start: int
+    stop: int
+    ids: list[int]
+    batch: Any
+
+
+class Windows(IterableDataset[Window]):
+    """The global batches of a stream as one rank sees them; window k is made by worker k mod the number of workers."""
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        batch_size: int,
+        rank: int,
+        size: int,
+        *,
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        shared: bool,
+    ) -> None:
+        self._stream = stream
+        self._window = batch_size * size
+        self._rank = rank
+        self._size = size
+        self._drop_last = drop_last
+        self._collate = collate
+        # Epoch and first element. In shared memory, because workers that live on read it again at every epoch.
+        self._from = torch.zeros(2, dtype=torch.int64, device="cpu")
+        if shared:
+            self._from.share_memory_()
+
+    def begin_at(self, epoch: int, start: int) -> None:
+        """Choose what the next iteration yields."""
+        self._from[0], self._from[1] = epoch, start
+
+    def __iter__(self) -> Iterator[Window]:
+        epoch, start = self._from.tolist()
+        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+            set_epoch(epoch)
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        elements = enumerate(elements_from(self._stream, start), start)
+        for number in count():
+            seen, ids, samples = 0, [], []
+            for index, element in islice(elements, self._window):
+                seen += 1
+                if number % workers == worker and index % self._size == self._rank:
+                    ids.append(index)
+                    samples.append(element)
+            first = start + number * self._window
+            if samples and not (self._drop_last and seen < self._window):
+                yield Window(first, first + seen, ids, self._collate(samples))
+            if seen < self._window:
+                return

@@ -1,0 +1,236 @@
+"""Workers of a Loader that die, freeze or fail: replaced at the same place, or named."""
+
+import os
+import re
+import signal
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from paceline.data import Loader, WorkerDied, order, read_ledger
+from tests.pool import Pool
+from tests.unit.test_data_loader import Dice
+from tests.unit.test_data_stream import MANY_THREADS, Count
+from tests.unit.test_sampler import Numbers
+
+pytestmark = pytest.mark.filterwarnings(MANY_THREADS)
+
+
+class Deadly(Numbers):
+    """Fetching sample `at` ends the worker, as often as there are files in `folder`."""
+
+    def __init__(self, length: int, at: int, end: Callable[[], Any], folder: Path | None = None) -> None:
+        super().__init__(length)
+        self.at = at
+        self.end = end
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at and get_worker_info() is not None:
+            left = None if self.folder is None else next(self.folder.iterdir(), None)
+            if self.folder is None or left is not None:
+                if left is not None:
+                    left.unlink()
+                self.end()
+        return index
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_self() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave() -> None:
+    os._exit(7)
+
+
+def with_workers(data: Any, **more: Any) -> Loader[torch.Tensor]:
+    return Loader(data, 4, **{"rank": 0, "world_size": 1, "num_workers": 2, **more})
+
+
+def flat(batches: Any) -> list[int]:
+    return [index for batch in batches for index in batch.tolist()]
+
+
+def worker_pids() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_deliver_what_one_process_would(persistent: bool) -> None:
+    ours = with_workers(Numbers(42), drop_last=False, persistent_workers=persistent)
+    for epoch in range(2):
+        assert flat(ours) == order(0, epoch, 42).tolist()
+    first = next(iter(ours))
+    # Several more batches lie ready, and only this one counts.
+    assert ours.cursor.committed == 4
+    assert flat([first, *ours]) == order(0, 2, 42).tolist()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_is_killed_is_replaced_at_the_same_place(tmp_path: Path, persistent: bool) -> None:
+    deaths = tmp_path / "deaths"
+    deaths.mkdir()
+    (deaths / "once").touch()
+    data = Deadly(40, 17, kill_self, deaths)
+    ours = with_workers(data, ledger=tmp_path / "ledger", persistent_workers=persistent)
+    told = r"rank 0: DataLoader worker \d of 2 .* was killed by SIGKILL while loading \d samples .*1 of at most 3"
+    with pytest.warns(UserWarning, match=told):
+        assert flat(ours) == order(0, 0, 40).tolist()
+    assert flat(ours) == order(0, 1, 40).tolist()
+    reading = read_ledger(tmp_path / "ledger")
+    assert reading.problems() == []
+    assert reading.counts(0) == dict.fromkeys(range(40), 1)
+
+
+def test_a_death_while_the_loop_computes_is_no_exception_in_the_loop() -> None:
+    strangers = set(worker_pids())
+    ours = with_workers(Numbers(400))
+    seen: list[int] = []
+
+    def loop() -> None:
+        for number, batch in enumerate(ours):
+            seen.extend(batch.tolist())
+            if number == 5:
+                (victim, *_) = set(worker_pids()) - strangers
+                watched = os.pidfd_open(victim)
+                os.kill(victim, signal.SIGKILL)
+                wait([watched])  # dead, and its parent has been told: with torch alone, this line raises
+                os.close(watched)
+
+    with pytest.warns(UserWarning, match=r"was killed by SIGKILL while loading \d samples between indices"):
+        loop()
+    assert seen == order(0, 0, 400).tolist()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loop_that_is_left_after_a_death_can_be_entered_again(persistent: bool) -> None:
+    strangers = set(worker_pids())
+    ours = with_workers(Numbers(40), persistent_workers=persistent)
+    first = []
+    for batch in ours:
+        first.append(batch)
+        (victim, *_) = set(worker_pids()) - strangers
+        os.kill(victim, signal.SIGKILL)
+        break
+    with warnings.catch_warnings():  # whether it was seen before the loop was left is a matter of time
+        warnings.filterwarnings("ignore", message=".*was killed by SIGKILL")
+        assert flat([*first, *ours]) == order(0, 0, 40).tolist()
+
+
+def test_random_augmentation_is_the_same_after_a_death() -> None:
+    def rolled(**more: Any) -> list[list[float]]:
+        ours: Loader[list[list[float]]] = Loader(Dice(), 2, rank=0, world_size=1, collate_fn=list, **more)
+        strangers, samples = set(worker_pids()), []
+        for number, batch in enumerate(ours):
+            samples += batch
+            if more and number == 3:
+                (victim, *_) = set(worker_pids()) - strangers
+                os.kill(victim, signal.SIGKILL)
+        return samples
+
+    with pytest.warns(UserWarning, match="SIGKILL"):
+        killed = rolled(num_workers=2)
+    assert killed == rolled()
+
+
+@pytest.mark.parametrize(("end", "how"), [(kill_self, "was killed by SIGKILL"), (leave, "exited with code 7")])
+def test_a_sample_that_always_kills_its_worker_is_an_error_that_names_it(end: Callable[[], Any], how: str) -> None:
+    ours = with_workers(Deadly(40, 17, end), respawns=1, shuffle=False)
+    seen: list[int] = []
+
+    def loop() -> None:
+        for batch in ours:
+            seen.extend(batch.tolist())
+
+    with pytest.warns(UserWarning, match="1 of at most 1"), pytest.raises(WorkerDied) as caught:
+        loop()
+    assert seen == list(range(len(seen)))
+    assert len(seen) <= 16
+    message = str(caught.value)
+    assert how in message
+    found = re.search(r"rank 0: DataLoader worker [01] of 2 .* \d samples between indices (\d+) and (\d+) \(", message)
+    assert found
+    assert int(found[1]) <= 17 <= int(found[2])
+    assert "death 2 of a worker in this epoch" in message
+    assert ours.cursor.committed == len(seen)
+
+
+def test_without_respawns_the_first_death_is_an_error() -> None:
+    with pytest.raises(WorkerDied, match=r"was killed by SIGKILL while loading \d samples"):
+        list(with_workers(Deadly(40, 17, kill_self), respawns=0))
+
+
+def test_a_frozen_worker_is_replaced_after_the_timeout(tmp_path: Path) -> None:
+    (tmp_path / "once").touch()
+    ours = with_workers(Deadly(40, 17, stop_self, tmp_path), timeout=0.5, shuffle=False)
+    with pytest.warns(
+        UserWarning, match="rank 0: the 2 DataLoader workers gave no batch in 0.5 s while loading 4 samples"
+    ):
+        assert flat(ours) == list(range(40))
+
+
+def test_an_error_in_a_worker_is_the_loops_and_no_death() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> int:
+            raise RuntimeError("no such file")
+
+    with pytest.raises(RuntimeError, match="no such file") as caught:
+        next(iter(with_workers(Broken(8))))
+    assert not isinstance(caught.value, WorkerDied)
+
+
+class DeadlyStream(IterableDataset[int]):
+    """A stream of 40 whose worker 1 dies once, at element 21."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        for index in Count(40):
+            if index == 21 and info is not None and info.id == 1 and (left := next(self.folder.iterdir(), None)):
+                left.unlink()
+                kill_self()
+            yield index
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_stream_goes_on_after_a_death(tmp_path: Path, persistent: bool) -> None:
+    (tmp_path / "once").touch()
+    ours = with_workers(DeadlyStream(tmp_path), persistent_workers=persistent, prefetch_factor=1)
+    with pytest.warns(UserWarning, match="while loading elements from"):
+        assert flat(ours) == list(range(40))
+    assert flat(ours) == list(range(40))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a CUDA device")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # torch's, when a pipe breaks
+@pytest.mark.parametrize("persistent", [False, True])
+def test_pinned_batches_go_on_after_a_death(tmp_path: Path, persistent: bool) -> None:
+    (tmp_path / "once").touch()
+    ours = with_workers(Deadly(40, 17, kill_self, tmp_path), pin_memory=True, persistent_workers=persistent)
+    with pytest.warns(UserWarning, match="was killed by SIGKILL"):
+        batches = list(ours)
+    assert all(batch.is_pinned() for batch in batches)
+    assert flat(batches) == order(0, 0, 40).tolist()
+    assert flat(ours) == order(0, 1, 40).tolist()
+    ours.close()
+
+
+def spawned(rank: int, size: int) -> list[int]:
+    return flat(with_workers(Numbers(16), num_workers=1, multiprocessing_context="spawn"))
+
+
+def test_spawned_workers_work_too(procs: Pool) -> None:
+    assert procs(1).run(spawned, group=False) == [order(0, 0, 16).tolist()]
