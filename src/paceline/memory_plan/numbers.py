@@ -1,0 +1,77 @@
+"""Numbers and sizes as people write them. Needs no torch."""
+
+import math
+import re
+from typing import Any
+
+from paceline.memory_plan.states import PlanError
+
+COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_count(field: str, text: str) -> int:
+    """`124M` → 124000000."""
+    return _scaled(field, text, COUNTS, "a count such as 124M, 1.3B or 124439808")
+
+
+def parse_bytes(field: str, text: str) -> int:
+    """`24GiB` → 25769803776."""
+    return _scaled(field, text, BYTES, "a size such as 24GiB, 80GB or 141GB")
+
+
+def parse_list(field: str, text: str) -> tuple[int, ...]:
+    """`1,2,4` → (1, 2, 4)."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise PlanError(f"{field}={text!r}: expected whole numbers above 0, such as 1,2,4,8")
+    return tuple(int(part) for part in parts)
+
+
+def _scaled(field: str, text: str, units: dict[str, int], expected: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)", text.strip().replace("_", ""))
+    if found is None or found[2].upper() not in units:
+        raise PlanError(f"{field}={text!r}: expected {expected}")
+    return require_count(field, round(float(found[1]) * units[found[2].upper()]))
+
+
+def require_count(field: str, value: Any, lowest: int = 1) -> int:
+    """A whole number of at least `lowest`; 124e6 is one too."""
+    whole = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    if not whole or value != int(value) or value < lowest:
+        raise PlanError(f"{field}={value!r}: expected a whole number, at least {lowest}")
+    return int(value)
+
+
+def require_positive(field: str, value: float | None) -> float | None:
+    """A number above zero, or None for unknown."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        raise PlanError(f"{field}={value!r}: expected a number above 0")
+    return float(value)
+
+
+def show_bytes(count: float) -> str:
+    """65536 → `64.0 KiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    if unit == "B":
+        return f"{size:.0f} B"
+    return f"{size:,.0f} {unit}" if abs(size) >= 100 else f"{size:.3g} {unit}"
+
+
+def show_count(count: int) -> str:
+    """124439808 → `124.4 M`."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return str(count)
+
+
+def show_seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

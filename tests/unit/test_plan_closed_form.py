@@ -1,0 +1,195 @@
+"""The plan of a transformer by its numbers: sums that can be checked, verdicts, bad input."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.memory_plan.assemble import largest_that
+from paceline.memory_plan.closed_form import guess, plan_params
+from paceline.memory_plan.measured import against, compare
+from paceline.memory_plan.numbers import parse_bytes, parse_count, parse_list, show_bytes
+from paceline.memory_plan.states import OPTIMIZERS, PRECISIONS, PlanError, convention
+from paceline.memory_plan.value import MemoryPlan, Traffic
+
+GIB = 2**30
+
+
+def gpt2(**changed: Any) -> MemoryPlan:
+    return plan_params(**{"params": 124e6, "batch": 8, "seq": 1024, "vocab": 50304, **changed})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float32", "parameters 4 + gradients 4 + m 4 + v 4 = 16 bytes per parameter"),
+        ("bf16", "parameters 4 + gradients 4 + m 4 + v 4 = 16 bytes per parameter"),
+        ("bf16-master", "parameters 2 + gradients 2 + master 4 + m 4 + v 4 = 16 bytes per parameter"),
+        ("bf16-pure", "parameters 2 + gradients 2 + m 2 + v 2 = 8 bytes per parameter"),
+    ],
+)
+def test_the_states_are_a_sum_that_can_be_checked(dtype: str, expected: str) -> None:
+    assert convention(dtype, "adamw").startswith(expected)
+    plan = gpt2(dtype=dtype, batch=1, seq=8)
+    update = next(moment for moment in plan.by_ranks[0].moments if moment.is_update)
+    states = [line for line in update.lines if line.name in ("parameters", "gradients", "master", "m", "v")]
+    per_parameter = int(expected.split(" = ")[1].split()[0])
+    assert sum(line.nbytes for line in states) == per_parameter * 124_000_000
+
+
+def test_gpt2_is_what_torch_counts() -> None:
+    """9010 MiB with autocast, 10803 MiB in float32: torch's own tracker on fake tensors, without workspaces."""
+    shape = {"params": 124_475_904, "layers": 12, "width": 768, "heads": 12, "device": "cuda", "fused": True}
+    for dtype, mib in (("bf16", 9010), ("float32", 10803)):
+        total = gpt2(dtype=dtype, **shape).total / 2**20 - 64
+        assert total == pytest.approx(mib, rel=0.002)
+
+
+@pytest.mark.parametrize("dtype", list(PRECISIONS))
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_lines_add_up_and_the_table_says_so(dtype: str, optimizer: str, device: str) -> None:
+    plan = gpt2(dtype=dtype, optimizer=optimizer, device=device, ranks=(1, 2, 8))
+    for item in plan.by_ranks:
+        assert item.total == sum(line.nbytes for line in item.peak.lines) == max(m.total for m in item.moments)
+        assert len({line.name for line in item.peak.lines}) == len(item.peak.lines)
+        assert item.first_step_total <= item.total
+    text = str(plan)
+    assert plan.convention in text
+    assert show_bytes(plan.total) in text
+    json.dumps(plan.to_json())
+
+
+def test_more_of_anything_takes_no_less() -> None:
+    assert gpt2(batch=16).total > gpt2(batch=8).total
+    assert gpt2(seq=2048).total > gpt2(seq=1024).total
+    assert gpt2(ranks=2).total > gpt2(ranks=1).total
+    assert gpt2(accumulate=2).total > gpt2(accumulate=1).total
+    assert gpt2(checkpointing=True).total < gpt2().total
+    small = {"batch": 1, "seq": 8}
+    assert gpt2(foreach=True, **small).total > gpt2(fused=True, **small).total
+
+
+@pytest.mark.parametrize(
+    ("params", "layers", "width"), [(124e6, 12, 768), (6.7e9, 32, 4096), (774e6, 36, 1280), (354e6, 24, 1024)]
+)
+def test_a_guess_has_about_the_right_number_of_parameters(params: float, layers: int, width: int) -> None:
+    depth, guessed = guess(int(params), 1024, 50304)
+    assert 12 * depth * guessed**2 + (50304 + 1024) * guessed == pytest.approx(params, rel=0.05)
+    # What matters for activations is depth times width.
+    assert 0.7 < depth * guessed / (layers * width) < 1.4
+
+
+def test_given_shapes_are_not_guessed() -> None:
+    plan = gpt2(layers=12, width=768, heads=12)
+    assert not plan.notes
+    assert "guessed" in gpt2(layers=12).notes[0]
+
+
+def test_the_largest_batch_fits_and_the_next_does_not() -> None:
+    plan = gpt2(device_bytes=24 * GIB, ranks=(1, 2))
+    for item in plan.by_ranks:
+        largest = item.largest_batch
+        assert largest is not None and largest > 1
+        assert gpt2(batch=largest, ranks=item.ranks).fits(24 * GIB)
+        assert not gpt2(batch=largest + 1, ranks=item.ranks).fits(24 * GIB)
+    assert f"largest batch {plan.largest_batch}" in str(plan)
+    assert gpt2(device_bytes=GIB).largest_batch == 0
+    assert "does NOT fit" in str(gpt2(device_bytes=GIB))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 1000])
+def test_bisection(limit: int) -> None:
+    assert largest_that(lambda batch: batch <= limit) == limit
+    assert largest_that(lambda _: False) == 0
+
+
+def test_traffic_is_that_of_a_ring() -> None:
+    plan = gpt2(ranks=(1, 2, 4))
+    gradients = 4 * 124_000_000
+    assert [item.traffic.sent_bytes for item in plan.by_ranks] == [0, gradients, gradients * 3 // 2]
+    assert plan.by_ranks[0].traffic.exposed_s == 0
+    assert plan.by_ranks[1].traffic.exposed_s is None
+    assert "unknown" in str(plan)
+
+
+def test_what_backward_hides() -> None:
+    hidden = Traffic(1000, last_bucket_bytes=10, link_bytes_per_s=1000.0, backward_s=5.0)
+    assert hidden.seconds == 1.0
+    assert hidden.exposed_s == pytest.approx(0.01)
+    assert Traffic(1000, 10, 1000.0, 0.25).exposed_s == pytest.approx(0.75)
+    assert "hidden behind backward" in str(gpt2(ranks=2, link_gbit=400, tflops=1))
+    assert "exposed" in str(gpt2(ranks=2, link_gbit=1, tflops=400))
+    assert "unknown without its duration" in str(gpt2(ranks=2, link_gbit=1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"optimizer": "adan"}, "optimizer='adan': expected one of adamw, adam, sgd"),
+        ({"dtype": "fp8"}, "dtype='fp8': expected one of float32, bf16, bf16-master, bf16-pure"),
+        ({"device": "tpu"}, "device='tpu': expected one of cpu, cuda"),
+        ({"params": -5}, "params=-5: expected a whole number, at least 1"),
+        ({"params": float("nan")}, "params=nan"),
+        ({"batch": 0}, "batch=0: expected a whole number, at least 1"),
+        ({"batch": 1.5}, "batch=1.5"),
+        ({"batch": True}, "batch=True"),
+        ({"seq": -1}, "seq=-1"),
+        ({"vocab": 0}, "vocab=0"),
+        ({"layers": 0}, "layers=0"),
+        ({"width": -1}, "width=-1"),
+        ({"ranks": (1, 0)}, "ranks=0"),
+        ({"ranks": ()}, "ranks=()"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"device_bytes": -1}, "device_bytes=-1"),
+        ({"link_gbit": 0.0}, "link_gbit=0.0: expected a number above 0"),
+        ({"tflops": -2.0}, "tflops=-2.0"),
+        ({"foreach": True, "fused": True}, "foreach=True and fused=True"),
+        ({"optimizer": "rmsprop", "fused": True}, "rmsprop has no fused step"),
+    ],
+)
+def test_bad_input_names_the_field_and_what_it_accepts(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        gpt2(**changed)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_count, "124M", 124_000_000),
+        (parse_count, "1.3b", 1_300_000_000),
+        (parse_count, "124439808", 124_439_808),
+        (parse_bytes, "24GiB", 24 * GIB),
+        (parse_bytes, "80 GB", 80_000_000_000),
+        (parse_list, "1, 2,4", (1, 2, 4)),
+    ],
+)
+def test_numbers_as_people_write_them(parse: Callable[[str, str], Any], text: str, value: Any) -> None:
+    assert parse("field", text) == value
+
+
+@pytest.mark.parametrize("parse", [parse_count, parse_bytes, parse_list])
+@pytest.mark.parametrize("text", ["", "x", "-1", "12Q", "1e", "0"])
+def test_numbers_nobody_understands(parse: Callable[[str, str], Any], text: str) -> None:
+    with pytest.raises(PlanError, match="field="):
+        parse("field", text)
+
+
+def test_plan_against_measured() -> None:
+    plan = gpt2(ranks=(1, 2))
+    off = compare(plan, int(plan.total / 1.05))
+    assert off.off == pytest.approx(0.05, abs=1e-4)
+    assert "5.0% above" in str(off)
+    text = against(plan, plan.total, ranks=2)
+    assert "planned" in text and "measured" in text and show_bytes(plan.at(2).total) in text
+    first = against(plan, plan.first_step_total, first_step=True)
+    assert show_bytes(plan.first_step_total) in first
+    assert "+0.0%" in first
+    with pytest.raises(PlanError, match="measured_bytes=0"):
+        compare(plan, 0)
+    with pytest.raises(PlanError, match="ranks=3: this plan was made for 1, 2"):
+        plan.at(3)
+    with pytest.raises(PlanError, match="device_bytes"):
+        plan.fits()
