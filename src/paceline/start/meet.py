@@ -4,6 +4,7 @@ Every rank announces itself in a store at rank 0, rank 0 gives one verdict for a
 the verdict is "go", or says who is missing. All waiting is in short slices, so Ctrl-C ends it.
 """
 
+import errno
 import json
 import os
 import socket
@@ -89,9 +90,9 @@ def _open_store(world: World, deadline: float, timeout_s: float) -> TCPStore:
 
 
 def _host_store(address: str, port: int, handshake: timedelta) -> TCPStore:
-    # Left to itself the store listens on all interfaces and trusts whoever connects. A world that meets on loopback is
-    # nobody else's business.
-    listener = _listen(address, port) if _is_numeric_loopback(address) else None
+    # Left to itself the store listens on all interfaces and trusts whoever connects. It listens at the address that was
+    # named and nowhere else. What a host name stands for may differ between machines, so a name is left to torch.
+    listener = _listen(address, port) if _is_own_number(address) else None
     try:
         return TCPStore(
             address,
@@ -152,8 +153,20 @@ def _numeric_if_loopback(address: str) -> str:
     return "127.0.0.1" if address.lower() == "localhost" else address
 
 
-def _is_numeric_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
+def _is_own_number(address: str) -> bool:
+    """Whether `address` is a number, and one of this machine's. Behind an address translation it is not."""
+    try:
+        family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    except socket.gaierror:
+        return False
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise WorldError(_cannot_listen(address, 0, error.strerror or str(error))) from error
+            return False
+    return True
 
 
 class _Meeting:

@@ -1,0 +1,40 @@
+"""How many GPUs this machine has, without loading torch."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+ASK_S = 10.0
+
+
+def gpu_count(environ: Mapping[str, str] | None = None) -> int:
+    """The GPUs that a process started now would see."""
+    environ = os.environ if environ is None else environ
+    present = _present()
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    named = [name.strip() for name in visible.split(",") if name.strip()]
+    if "-1" in named:  # CUDA ends the list there
+        named = named[: named.index("-1")]
+    return min(present, len(named))
+
+
+def _present() -> int:
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        try:
+            asked = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=ASK_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return _device_files()
+        if asked.returncode == 0:
+            return len(re.findall(r"^GPU \d+:", asked.stdout, re.MULTILINE))
+    return _device_files()
+
+
+def _device_files() -> int:
+    """A container shows only the device files it was given, while the driver's own list may show all."""
+    return sum(1 for entry in Path("/dev").glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", entry.name))

@@ -1,0 +1,133 @@
+"""Bytes of a rank's output, cut into lines, and equal lines of several ranks folded into one."""
+
+import codecs
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+# A line without an end is a question to the user, or dots that grow: it is shown when nothing follows for a while.
+QUIET_S = 0.5
+BAR_EVERY_S = 5.0
+MAX_PARTIAL = 1 << 16
+FOLD_S = 0.08
+MAX_WAITING = 5000
+# torch's excepthook puts this before every line; the gutter says it already.
+_TORCH_PREFIX = re.compile(r"^\[rank(\d+)\]:(?: |$)")
+
+
+class Lines:
+    """One stream of one rank. Of a progress bar, which rewrites its line, the last state counts."""
+
+    def __init__(self, rank: int) -> None:
+        self._prefix = str(rank)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._partial = ""
+        self._fed_at = 0.0
+        self._bar_at: float | None = None
+
+    def feed(self, data: bytes, now: float) -> list[str]:
+        """Add bytes; return the lines they complete."""
+        self._fed_at = now
+        *whole, self._partial = (self._partial + self._decoder.decode(data)).split("\n")
+        found = [self._clean(line) for line in whole]
+        if "\r" in self._partial:
+            if self._bar_at is None:
+                self._bar_at = now
+            # Only the newest state of a bar is kept, and a return at the very end erases nothing yet.
+            body = self._partial.rstrip("\r")
+            self._partial = "\r" + body.rpartition("\r")[2] + self._partial[len(body) :]
+            if now - self._bar_at > BAR_EVERY_S:
+                self._bar_at = now
+                found.append(self._clean(self._partial))
+        elif len(self._partial) > MAX_PARTIAL:
+            found.append(self._clean(self._partial))
+            self._partial = ""
+        if whole:
+            self._bar_at = None
+        return found
+
+    def idle(self, now: float) -> list[str]:
+        """What has waited for its end long enough."""
+        if self._partial and "\r" not in self._partial and now - self._fed_at > QUIET_S:
+            return self.rest()
+        return []
+
+    def rest(self) -> list[str]:
+        """What is left without an end."""
+        left, self._partial = self._clean(self._partial + self._decoder.decode(b"", final=True)), ""
+        return [left] if left else []
+
+    def _clean(self, line: str) -> str:
+        line = line.rstrip("\r")
+        if "\r" in line:
+            line = line.rpartition("\r")[2]
+        found = _TORCH_PREFIX.match(line)
+        if found and found[1] == self._prefix:
+            line = line[found.end() :]
+        return line
+
+
+_Key = tuple[str, int]
+
+
+class Fold:
+    """Equal lines that several ranks write within a short time come out once, with their ranks.
+
+    The lines of one rank never change their order. A line leaves when all ranks have come to it, or after `FOLD_S`; one
+    that another rank has written too, behind other lines, waits for those.
+    """
+
+    def __init__(self, show: Callable[[tuple[int, ...], str, int], None], ranks: int) -> None:
+        self._show = show
+        self._ranks = ranks
+        self._queues: dict[int, deque[tuple[_Key, float]]] = {}
+        self._writers: dict[_Key, Counter[int]] = {}  # who has such a line waiting, and how often
+        self._waiting = 0
+
+    def add(self, rank: int, text: str, now: float, channel: int = 1) -> None:
+        """Take in one line. `channel` keeps standard output and standard error apart."""
+        key = text, channel
+        self._queues.setdefault(rank, deque()).append((key, now))
+        self._writers.setdefault(key, Counter())[rank] += 1
+        self._waiting += 1
+        self.flush(now)
+
+    def flush(self, now: float) -> None:
+        """Let out what has waited long enough, or has nobody left to wait for."""
+        while self._waiting:
+            fronts: dict[_Key, tuple[list[int], float]] = {}
+            for rank, queue in self._queues.items():
+                if queue:
+                    key, at = queue[0]
+                    ranks, oldest = fronts.setdefault(key, ([], at))
+                    ranks.append(rank)
+                    fronts[key] = ranks, min(at, oldest)
+            # First what no rank has behind other lines; of those, the oldest.
+            key = min(fronts, key=lambda key: (len(self._writers[key]) > len(fronts[key][0]), fronts[key][1]))
+            ranks, oldest = fronts[key]
+            if len(ranks) < self._ranks and now < oldest + FOLD_S and self._waiting <= MAX_WAITING:
+                return
+            self._let_out(key, ranks)
+
+    def _let_out(self, key: _Key, ranks: list[int]) -> None:
+        writers = self._writers[key]
+        for rank in ranks:
+            self._queues[rank].popleft()
+            writers[rank] -= 1
+            if not writers[rank]:
+                del writers[rank]
+        if not writers:
+            del self._writers[key]
+        self._waiting -= len(ranks)
+        self._show(tuple(sorted(ranks)), *key)
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """`0-3,6` for 0, 1, 2, 3, 6."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][1] == rank - 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in found)

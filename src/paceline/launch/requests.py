@@ -1,0 +1,41 @@
+"""Signals to the launcher, kept until the supervising loop asks for them."""
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Requests:
+    """Collects signals while it is entered. Python gives them to the main thread only; elsewhere it collects none."""
+
+    def __init__(self) -> None:
+        self._came: deque[int] = deque()
+        self._before: dict[int, _Handler] = {}
+
+    def __enter__(self) -> "Requests":
+        if threading.current_thread() is threading.main_thread():
+            for number in HANDLED:
+                # Whoever started the launcher with a signal ignored, as nohup does, wants it ignored.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        self._came.append(number)
+
+    def next(self) -> int | None:
+        """The next signal that nobody has dealt with."""
+        return self._came.popleft() if self._came else None

@@ -1,0 +1,64 @@
+"""What the kernel knows of a process, and how often it has killed one for want of memory."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Vital(NamedTuple):
+    """One look at a process: its state letter, empty when it is gone, and the processor time of all its threads."""
+
+    state: str
+    cpu_s: float
+
+    @property
+    def stopped(self) -> bool:
+        """Stopped by a signal. A debugger's stop (`t`) is not meant."""
+        return self.state == "T"
+
+
+def look_at(pid: int) -> Vital:
+    """The state of a process now."""
+    try:
+        # The command comes second, in brackets, and may itself contain spaces and brackets.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return Vital("", 0.0)
+    return Vital(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+
+
+def kills_for_memory() -> int:
+    """How many processes the kernel has killed for want of memory: in this control group, else on this machine."""
+    group = _memory_group()
+    for path in (group / "memory.events", group / "memory.oom_control", Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            for line in path.read_text().splitlines():
+                name, _, number = line.partition(" ")
+                if name == "oom_kill":
+                    return int(number)
+    return 0
+
+
+def memory_limit() -> int | None:
+    """The bytes that this control group may use, if that is limited."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((_memory_group() / name).read_text())
+            if limit < 1 << 60:  # the old interface says "no limit" with a huge number
+                return limit
+    return None
+
+
+def _memory_group() -> Path:
+    """The folder of this process's control group, of either version; the root's when it cannot be seen."""
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            base = root / "memory" if "memory" in controllers.split(",") else root if number == "0" else None
+            # Inside a container the path may be that of the host, and the own group is what is mounted at the root.
+            if base is not None and any(base.glob("memory.*")):
+                own = base / path.lstrip("/")
+                return own if own.is_dir() else base
+    return root

@@ -1,0 +1,141 @@
+"""Finds ranks that live and do not get on: by what they noted, by the processor time they use, and by learned times.
+
+A rank that never notes progress is never suspected: other people's scripts may be as slow as they like.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from paceline.launch.vitals import Vital
+from paceline.progress import Mark, Phase
+
+# A step may take FACTOR times the median of the steps seen, or LONGEST times the longest of them, but at least FLOOR_S:
+# file systems and compilers take their time. Before steps were seen, and in phases that come seldom and last long, it
+# may take CEILING_S.
+FACTOR = 10.0
+LONGEST = 3.0
+FLOOR_S = 20.0
+CEILING_S = 600.0
+LEARN_FROM = 3
+REMEMBER = 101
+# A stopped process does nothing at all, so less patience is needed; a pause of two seconds is forgiven.
+STOPPED_S = 4.0
+# Shares of one processor over the time watched: below the first a process does nothing.
+IDLE_SHARE = 0.02
+# When the launcher itself was not run for this long, the ranks perhaps were not either.
+GAP_S = 2.0
+# Stamps are compared a moment after they were read.
+JITTER_S = 0.05
+_UNHURRIED = (Phase.STARTING, Phase.CHECKPOINT, Phase.EVALUATE)
+_FREE = (Phase.IDLE, Phase.DONE)
+
+
+class Hang(NamedTuple):
+    """Local ranks that do not get on, and how."""
+
+    ranks: tuple[int, ...]
+    kind: str  # "frozen" or "spinning"
+    reason: str
+    step: int
+
+
+class _Seen:
+    """What was seen of one rank."""
+
+    def __init__(self) -> None:
+        self.mark: Mark | None = None
+        self.since = 0.0
+        self.cpu_at_since = 0.0
+        self.stopped_since: float | None = None
+        self.step_at: tuple[int, float] | None = None
+
+
+class Watchdog:
+    """Looks at all ranks of a machine about twice a second. `timeout_s` replaces the learned time."""
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
+        self._seen = {rank: _Seen() for rank in ranks}
+        self._timeout_s = timeout_s
+        self._steps: deque[float] = deque(maxlen=REMEMBER)
+        self._longest_s = 0.0
+        self._looked_at: float | None = None
+
+    def patience_s(self, phase: Phase = Phase.FORWARD) -> float:
+        """How long a rank may note nothing in `phase`."""
+        if self._timeout_s is not None:
+            return self._timeout_s
+        if phase in _UNHURRIED or len(self._steps) < LEARN_FROM:
+            return CEILING_S
+        learned = max(FACTOR * sorted(self._steps)[len(self._steps) // 2], LONGEST * self._longest_s)
+        return min(CEILING_S, max(FLOOR_S, learned))
+
+    def look(self, now: float, marks: Mapping[int, Mark], vitals: Mapping[int, Vital]) -> Hang | None:
+        """Take in what ranks noted and what the kernel says of them; name those that hang, if any do."""
+        slept = self._looked_at is not None and now - self._looked_at > GAP_S
+        self._looked_at = now
+        for rank, mark in marks.items():
+            self._take_in(rank, mark, vitals[rank], now, slept)
+        noted = [rank for rank, mark in marks.items() if mark.noted]
+        stopped = tuple(rank for rank in noted if self._has_stopped(rank, now))
+        if stopped:
+            seen = self._seen[stopped[0]]
+            waited = now - (seen.stopped_since or now)
+            return Hang(stopped, "frozen", f"stopped for {waited:.0f} s (process state T)", marks[stopped[0]].step)
+        stale = [rank for rank in noted if self._is_stale(rank, marks[rank], now)]
+        return self._name_culprits(stale, marks, vitals, now) if stale else None
+
+    def _take_in(self, rank: int, mark: Mark, vital: Vital, now: float, slept: bool) -> None:
+        seen = self._seen[rank]
+        if seen.mark is None or mark[:2] != seen.mark[:2] or mark.age_s < now - seen.since - JITTER_S or slept:
+            self._learn(seen, mark, now - mark.age_s, slept)
+            # A mark is as old as its own stamp says, unless nobody ran meanwhile.
+            seen.since = now if slept else now - mark.age_s
+            seen.cpu_at_since = vital.cpu_s
+            seen.mark = mark
+        if not vital.stopped or slept:
+            seen.stopped_since = None
+        elif seen.stopped_since is None:
+            seen.stopped_since = now
+
+    def _learn(self, seen: _Seen, mark: Mark, at: float, slept: bool) -> None:
+        if not mark.noted or slept:
+            seen.step_at = None
+            return
+        if seen.step_at is None or mark.step < seen.step_at[0]:
+            seen.step_at = mark.step, at
+        elif mark.step > seen.step_at[0]:
+            taken = (at - seen.step_at[1]) / (mark.step - seen.step_at[0])
+            self._steps.append(taken)
+            self._longest_s = max(self._longest_s, taken)
+            seen.step_at = mark.step, at
+
+    def _has_stopped(self, rank: int, now: float) -> bool:
+        since = self._seen[rank].stopped_since
+        limit = STOPPED_S if self._timeout_s is None else min(STOPPED_S, self._timeout_s)
+        return since is not None and now - since >= limit
+
+    def _is_stale(self, rank: int, mark: Mark, now: float) -> bool:
+        return mark.phase not in _FREE and now - self._seen[rank].since > self.patience_s(mark.phase)
+
+    def _name_culprits(
+        self, stale: list[int], marks: Mapping[int, Mark], vitals: Mapping[int, Vital], now: float
+    ) -> Hang:
+        # Ranks wait for the one that is furthest behind; those in a reduction wait for others by definition.
+        busy = [rank for rank in stale if marks[rank].phase is not Phase.REDUCE] or stale
+        behind = min(marks[rank][:2][::-1] for rank in busy)
+        culprits = tuple(rank for rank in busy if marks[rank][:2][::-1] == behind)
+        first = culprits[0]
+        seen, mark = self._seen[first], marks[first]
+        waited = max(0.001, now - seen.since)
+        share = max(self._share(rank, vitals[rank], now) for rank in culprits)
+        kind = "spinning" if share > IDLE_SHARE else "frozen"
+        reason = (
+            f"no progress for {waited:.0f} s in {mark.phase.name.lower()} (limit {self.patience_s(mark.phase):.0f} s), "
+            f"using {share:.0%} of a processor"
+        )
+        return Hang(culprits, kind, reason, mark.step)
+
+    def _share(self, rank: int, vital: Vital, now: float) -> float:
+        seen = self._seen[rank]
+        return (vital.cpu_s - seen.cpu_at_since) / max(0.001, now - seen.since)

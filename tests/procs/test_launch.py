@@ -1,0 +1,539 @@
+"""`paceline run` with real ranks that load no torch: what it shows, how it ends, and that nothing is left behind."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S = 20.0
+
+
+class Launcher:
+    """A running `paceline run`."""
+
+    def __init__(self, process: "subprocess.Popen[str]", folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+
+    def await_file(self, name: str) -> str:
+        path = self.folder / name
+        until = time.monotonic() + PATIENCE_S
+        while not path.exists() or not path.read_text():
+            assert time.monotonic() < until, f"{name} never came"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.01)
+        return path.read_text()
+
+    def await_line(self, text: str) -> None:
+        """Wait until standard output shows `text`. Only for scripts that print little."""
+        assert self.process.stdout is not None
+        seen, until = "", time.monotonic() + PATIENCE_S
+        descriptor = self.process.stdout.fileno()
+        while text not in seen:
+            assert time.monotonic() < until, seen
+            if select.select([descriptor], [], [], 0.1)[0]:
+                data = os.read(descriptor, 4096)
+                assert data, seen
+                seen += data.decode()
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    """`launch(script, *flags, arguments=())` starts `paceline run`; whatever is left at the end is killed."""
+    started: list[Launcher] = []
+
+    def start(script: str, *flags: str, arguments: tuple[str, ...] = (), **environment: str) -> Launcher:
+        path = tmp_path / "script.py"
+        path.write_text("import os, signal, sys, time\nfrom pathlib import Path\n" + textwrap.dedent(script))
+        command = [sys.executable, "-m", "paceline.cli.run", "--log-dir", str(tmp_path / "runs"), *flags, str(path)]
+        process = subprocess.Popen(
+            [*command, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+        )
+        started.append(Launcher(process, tmp_path))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.process.kill()
+        launcher.process.communicate()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def await_death(pids: list[int]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < until, f"still alive: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------------------------------------------- what ranks are given
+
+
+def test_environment_and_arguments(launch: Callable[..., Launcher]) -> None:
+    script = """
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK ROLE_RANK ROLE_WORLD_SIZE"
+        print(os.environ["RANK"], *(os.environ[name] for name in names.split()))
+        rest = "MASTER_ADDR TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID OMP_NUM_THREADS "
+        print("all", *(os.environ[name] for name in (rest + "GLOO_SOCKET_IFNAME CUDA_VISIBLE_DEVICES").split()))
+        print(sys.argv[1:], int(os.environ["MASTER_PORT"]) > 0, "PACELINE_JOB_SECRET" in os.environ)
+    """
+    launcher = launch(
+        script,
+        "--nproc_per_node=2",
+        "--rdzv-id",
+        "job",
+        "--gpu-ids",
+        "3,1",
+        "--max_restarts",
+        "2",
+        arguments=("--nproc-per-node", "9", "--", "-x"),
+        PACELINE_JOB_SECRET="do not show",
+        OMP_NUM_THREADS="",
+    )
+    code, out, err = launcher.end()
+    assert code == 0, err
+    assert "[0] 0 0 0 2 2 0 0 0 2\n" in out
+    assert "[1] 1 1 1 2 2 0 0 1 2\n" in out
+    assert "[0-1] all 127.0.0.1 0 2 job  lo 3,1\n" in out
+    assert "[0-1] ['--nproc-per-node', '9', '--', '-x'] True False\n" in out
+    assert sorted(path.name for path in (launcher.folder / "runs" / "job").iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
+def test_modules_programs_and_input(launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text("import sys; print('module', sys.argv[1:], input())")
+    command = [sys.executable, "-m", "paceline.cli.run", "--log-dir", str(tmp_path / "runs"), "-n", "1"]
+    done = subprocess.run(
+        [*command, "-m", "tool", "-n", "5"], input="typed\n", capture_output=True, text=True, cwd=tmp_path, timeout=20
+    )
+    assert done.stdout == "[0] module ['-n', '5'] typed\n", done.stderr
+    done = subprocess.run(
+        [*command, "-np", "2", "--no-python", "echo", "hi"], capture_output=True, text=True, cwd=tmp_path, timeout=20
+    )
+    assert done.stdout == "[0-1] hi\n"
+
+
+# ---------------------------------------------------------------------------------------------------- how failures look
+
+
+def test_one_error_on_all_ranks_is_shown_once(launch: Callable[..., Launcher]) -> None:
+    script = """
+        def down(n):
+            if n == 0:
+                raise ValueError("no such thing")
+            down(n - 1)
+        down(30)
+    """
+    code, out, err = launch(script, "-n", "4").end()
+    assert code == 1
+    assert err.count("ValueError: no such thing") == 1
+    assert err.startswith("paceline run: ranks 0-3 raised ValueError: no such thing\n")
+    assert len(err.splitlines()) <= 15
+    assert "Traceback" not in out + err
+
+
+def test_the_cause_is_shown_and_not_those_who_fell_with_it(launch: Callable[..., Launcher]) -> None:
+    # The follower ends first, and the one at fault takes its time to die.
+    script = """
+        class PeerLost(RuntimeError): pass
+        cause = Path("cause")
+        if os.environ["RANK"] == "1":
+            try:
+                raise KeyError("the real one")
+            finally:
+                cause.write_text("x")
+                time.sleep(0.8)
+        while not cause.exists():
+            time.sleep(0.01)
+        raise PeerLost("rank 1 died")
+    """
+    code, _, err = launch(script, "-n", "3").end()
+    assert code == 1
+    assert err.startswith("paceline run: rank 1 raised KeyError: 'the real one'\n")
+    assert "afterwards ranks 0,2: PeerLost" in err
+
+
+@pytest.mark.parametrize(
+    ("deed", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "rank 1 exited with code 7"),
+        ("sys.exit('all is lost')", 1, "all is lost"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was ended by SIGSEGV"),
+    ],
+)
+def test_exit_codes(launch: Callable[..., Launcher], deed: str, code: int, words: str) -> None:
+    script = f"""
+        if os.environ["RANK"] == "1":
+            {deed}
+        signal.pause()
+    """
+    found, _, err = launch(script, "-n", "2").end()
+    assert found == code
+    assert words in err
+    assert len(err.splitlines()) <= 15
+
+
+def test_a_caught_traceback_is_shown_and_is_no_cause(launch: Callable[..., Launcher]) -> None:
+    script = """
+        import traceback
+        try:
+            1 / 0
+        except ZeroDivisionError:
+            traceback.print_exc()
+        time.sleep(0.5)
+        print("going on", file=sys.stderr)
+        if sys.argv[1:] and os.environ["RANK"] == "0":
+            sys.exit(9)
+        if sys.argv[1:]:
+            signal.pause()
+    """
+    code, _, err = launch(script, "-n", "2").end()
+    assert code == 0
+    assert err.index("ZeroDivisionError: division by zero") < err.index("going on")
+    code, _, err = launch(script, "-n", "2", arguments=("fail",)).end()
+    assert code == 9
+    assert "paceline run: rank 0 exited with code 9\n" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-n", "2", "missing.py"], "the script 'missing.py' does not exist"),
+        (["-n", "two", "script.py"], "--nproc-per-node two: expected a whole number of at least 1, or auto, gpu, cpu"),
+        (["-n", "0", "script.py"], "--nproc-per-node 0: expected"),
+        (["-n", "3", "--gpu-ids", "0,1", "script.py"], "3 ranks need 3 GPUs, got 2"),
+        (["--gpu-ids", "0,x", "script.py"], "--gpu-ids '0,x': expected numbers"),
+        (["--nnodes", "1:4", "script.py"], "--nnodes 1:4: the number of machines is fixed"),
+        (["--nnodes", "2", "script.py"], "--nnodes 2 needs --node-rank"),
+        (["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "script.py"], "need a secret"),
+        (["--nnodes", "2", "--node-rank", "0", "script.py"], "meet at an address of machine 0"),
+        (["--nnodes", "2", "--node-rank", "2", "script.py"], "node_rank must be below"),
+        (["--master-port", "99999", "script.py"], "master_port must be at most 65535"),
+        (["--hang-timeout", "soon", "script.py"], "--hang-timeout soon: expected a number of seconds"),
+        (["--no-python", "no-such-program"], "the program 'no-such-program' was not found"),
+        (["--frobnicate", "script.py"], "--frobnicate"),
+        (["-n", "2"], "there is no script"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, flags: list[str], words: str) -> None:
+    (tmp_path / "script.py").write_text("print('must not run')")
+    environment = {name: value for name, value in os.environ.items() if name != "PACELINE_JOB_SECRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.cli.run", *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=20,
+    )
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_port_in_use_is_one_line(launch: Callable[..., Launcher]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = launch("print('ran')", "--master-port", str(port)).end()
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"paceline run: port {port} of 127.0.0.1 cannot be used: .*\n", err)
+
+
+def test_logs_that_cannot_be_written_are_one_line(launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    code, out, err = launch("print('ran')", "-n", "2").end()
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert "cannot be written: Not a directory" in err
+
+
+def test_a_full_disk_does_not_end_the_run(launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "job"
+    folder.mkdir(parents=True)
+    (folder / "rank_0.log").symlink_to("/dev/full")
+    code, out, err = launch("print('first', flush=True)\nprint('second')", "-n", "2", "--rdzv-id", "job").end()
+    assert code == 0
+    assert "[0-1] second" in out
+    assert "rank_0.log is not written any more: No space left on device" in err
+    assert (folder / "rank_1.log").read_text() == "first\nsecond\n"
+
+
+def test_a_killed_keeper_takes_the_ranks_along(launch: Callable[..., Launcher]) -> None:
+    launcher = launch(
+        "Path('pids' + os.environ['RANK']).write_text(f'{os.getpid()} {os.getppid()}')\nsignal.pause()", "-n", "2"
+    )
+    pids = [list(map(int, launcher.await_file(f"pids{rank}").split())) for rank in range(2)]
+    os.kill(pids[0][1], signal.SIGKILL)
+    code, _, err = launcher.end()
+    assert code == 1
+    assert "was killed, and the kernel has ended the ranks" in err
+    await_death([pids[0][0], pids[1][0]])
+
+
+# -------------------------------------------------------------------------------------------------------------- signals
+
+CHILDREN = """
+    import subprocess
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    own = subprocess.Popen(sleeper)
+    away = subprocess.Popen(sleeper, start_new_session=True)
+    mine = Path(f"pids{os.environ['RANK']}.tmp")
+    mine.write_text(f"{os.getpid()} {own.pid} {away.pid} {os.getppid()}")
+    mine.rename(mine.with_suffix(""))
+"""
+
+
+def all_pids(launcher: Launcher, ranks: int = 2) -> list[int]:
+    return [int(pid) for rank in range(ranks) for pid in launcher.await_file(f"pids{rank}").split()]
+
+
+def test_nothing_survives_a_killed_launcher(launch: Callable[..., Launcher]) -> None:
+    # Ranks that ignore what can be ignored, children of their own, and children that left the session.
+    ignore = "for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(n, signal.SIG_IGN)\n"
+    launcher = launch(ignore + textwrap.dedent(CHILDREN) + "signal.pause()", "-n", "2")
+    pids = all_pids(launcher)
+    launcher.process.kill()
+    await_death(pids)
+
+
+def test_nothing_survives_a_finished_run(launch: Callable[..., Launcher]) -> None:
+    launcher = launch(textwrap.dedent(CHILDREN), "-n", "2")
+    code, _, err = launcher.end()
+    assert code == 0, err
+    pids = [int(pid) for rank in range(2) for pid in (launcher.folder / f"pids{rank}").read_text().split()]
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def test_ctrl_c_gives_ranks_a_moment(launch: Callable[..., Launcher]) -> None:
+    script = """
+        Path("up" + os.environ["RANK"]).write_text("x")
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            print("saved", flush=True)
+            raise
+    """
+    launcher = launch(script, "-n", "2")
+    launcher.await_file("up0"), launcher.await_file("up1")
+    launcher.process.send_signal(signal.SIGINT)
+    code, out, err = launcher.end()
+    assert code == 130
+    assert "[0-1] saved" in out
+    assert "Traceback" not in err
+
+
+def test_a_second_ctrl_c_kills(launch: Callable[..., Launcher]) -> None:
+    script = """
+        signal.signal(signal.SIGINT, lambda *_: print("not now", flush=True))
+        Path("up").write_text("x")
+        while True:
+            time.sleep(600)
+    """
+    launcher = launch(script, "-n", "1")
+    launcher.await_file("up")
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.await_line("not now")
+    asked = time.monotonic()
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.end()[0] == 130
+    assert time.monotonic() - asked < 4
+
+
+def test_sigterm_and_sigusr1_are_passed_on(launch: Callable[..., Launcher]) -> None:
+    script = """
+        def on_usr1(*_):
+            print("checkpoint", flush=True)
+        def on_term(*_):
+            print("leaving", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGUSR1, on_usr1)
+        signal.signal(signal.SIGTERM, on_term)
+        Path("up" + os.environ["RANK"]).write_text("x")
+        while True:
+            time.sleep(600)
+    """
+    launcher = launch(script, "-n", "2", "--max-restarts", "3")
+    launcher.await_file("up0"), launcher.await_file("up1")
+    launcher.process.send_signal(signal.SIGUSR1)
+    launcher.await_line("[0-1] checkpoint")
+    launcher.process.send_signal(signal.SIGTERM)
+    code, out, err = launcher.end()
+    assert code == 0
+    assert "[0-1] leaving" in out
+    assert "restart" not in err
+
+
+def test_a_rank_that_will_not_go_is_killed(launch: Callable[..., Launcher]) -> None:
+    script = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path("up").write_text("x")
+        while True:
+            time.sleep(600)
+    """
+    launcher = launch(script, "-n", "1", "--shutdown-timeout", "0.3")
+    launcher.await_file("up")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end()[0] == 137
+
+
+# ------------------------------------------------------------------------------------------------------------- restarts
+
+
+def test_restarts(launch: Callable[..., Launcher]) -> None:
+    script = """
+        count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        print("attempt", count, flush=True)
+        with open("ports", "a") as file:
+            file.write(os.environ["MASTER_PORT"] + "\\n")
+        if count < 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count < 2:
+            signal.pause()
+    """
+    launcher = launch(script, "-n", "2", "--max-restarts", "3")
+    code, out, err = launcher.end()
+    assert code == 0, err
+    assert "paceline run: rank 1 was ended by SIGKILL; restart 1: all ranks start again\n" in err
+    assert "restart 2: all ranks start again\n" in err
+    assert "[0-1] attempt 2\n" in out
+    assert "--- restart 2 ---" in next(launcher.folder.glob("runs/*/rank_0.log")).read_text()
+    assert len(set((launcher.folder / "ports").read_text().split())) == 3
+
+
+def test_restarts_end(launch: Callable[..., Launcher]) -> None:
+    code, _, err = launch("sys.exit(5)", "-n", "2", "--max-restarts", "1").end()
+    assert code == 5
+    assert err.count("all ranks start again") == 1
+    assert "paceline run: ranks 0-1 exited with code 5\nfull logs" in err
+
+
+# ------------------------------------------------------------------------------------------------------------- watchdog
+
+STEPS = """
+    from paceline.progress import Phase, Progress
+    progress = Progress.from_env()
+    rank = int(os.environ["RANK"])
+    for step in range(20):
+        progress.note(Phase.FORWARD, step)
+        time.sleep(0.02)
+"""
+
+
+@contextmanager
+def steps(launch: Callable[..., Launcher], then: str, *flags: str) -> Iterator[Launcher]:
+    yield launch(textwrap.dedent(STEPS) + textwrap.dedent(then), "-n", "2", *flags)
+
+
+def test_a_stopped_rank_is_named(launch: Callable[..., Launcher]) -> None:
+    then = """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        progress.note(Phase.REDUCE, step)
+        time.sleep(600)
+    """
+    started = time.monotonic()
+    with steps(launch, then, "--shutdown-timeout", "2") as launcher:
+        code, _, err = launcher.end()
+    assert code == 124
+    assert err.startswith("paceline run: rank 1 froze: stopped for "), err
+    assert "at step 19" in err
+    assert time.monotonic() - started < 10
+
+
+def test_a_spinning_rank_is_named_with_its_place(launch: Callable[..., Launcher]) -> None:
+    then = """
+        def spin():
+            while True:
+                pass
+        if rank == 1:
+            spin()
+        progress.note(Phase.REDUCE, step)
+        time.sleep(600)
+    """
+    with steps(launch, then, "--hang-timeout", "1.5", "--shutdown-timeout", "2") as launcher:
+        code, _, err = launcher.end()
+    assert code == 124
+    assert err.startswith("paceline run: rank 1 spins without getting on: no progress for "), err
+    assert "in spin" in err, "the stack of the rank is shown"
+
+
+def test_a_sleeping_rank_is_named(launch: Callable[..., Launcher]) -> None:
+    then = "progress.note(Phase.BACKWARD if rank else Phase.DATA, 20 if rank else 19)\ntime.sleep(600)"
+    with steps(launch, then, "--hang-timeout", "1.5", "--shutdown-timeout", "2") as launcher:
+        code, _, err = launcher.end()
+    assert code == 124
+    assert err.startswith("paceline run: rank 0 froze: no progress for "), err
+
+
+def test_slow_scripts_of_others_are_left_alone(launch: Callable[..., Launcher]) -> None:
+    code, _, err = launch("time.sleep(1.2)", "-n", "2", "--hang-timeout", "0.3").end()
+    assert code == 0, err
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group, of either version, whose processes may use 200 MB."""
+    old = Path("/sys/fs/cgroup/memory")
+    group = (old if old.is_dir() else old.parent) / f"paceline-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        limit = next(group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists())
+        limit.write_text(str(200 << 20))
+        yield group
+        until = time.monotonic() + PATIENCE_S
+        while (group / "cgroup.procs").read_text() and time.monotonic() < until:
+            time.sleep(0.01)
+    except (StopIteration, OSError) as error:
+        pytest.skip(f"memory cannot be limited here: {error}")
+    finally:
+        group.rmdir()
+
+
+def test_the_kernel_killing_for_memory_is_told(memory_group: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal\nif os.environ['RANK'] == '1':\n    hog = bytes(os.urandom(1 << 20)) * 512\nsignal.pause()\n"
+    )
+    # The launcher is inside the limited group itself, as in a container.
+    enter = f"import os; open({str(memory_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); "
+    command = enter + "from paceline.cli.run import main; raise SystemExit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "-n", "2", str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 137
+    assert "rank 1 was killed by the kernel for want of memory" in done.stderr

@@ -1,0 +1,230 @@
+"""Why a job failed, and which rank hangs, from what the launcher has seen."""
+
+import signal
+from dataclasses import asdict, replace
+
+import pytest
+
+from paceline.launch.failure import HEADER, End, judge
+from paceline.launch.job import Failure
+from paceline.launch.nodes import best, failure_from
+from paceline.launch.vitals import Vital
+from paceline.launch.watchdog import CEILING_S, FLOOR_S, GAP_S, STOPPED_S, Hang, Watchdog
+from paceline.progress import Mark, Phase
+
+
+def raised(rank: int, message: str, *, at: float = 0.0, frames: int = 2, line: int = 1, more: str = "") -> End:
+    body = [text for n in range(frames) for text in (f'  File "train.py", line {line + n}, in f', "    f()")]
+    return End(
+        rank, at, code=1, raised=True, tail=("noise", HEADER, *body, *message.split("\n"), *([more] if more else []))
+    )
+
+
+def test_no_failure() -> None:
+    assert judge([End(0, 0.0), End(1, 1.0, killed_by=signal.SIGTERM, asked=True)]) is None
+
+
+def test_the_same_error_on_all_ranks_is_one() -> None:
+    failure = judge([raised(rank, "ValueError: no", at=rank) for rank in (2, 0, 1)])
+    assert failure is not None
+    assert (failure.ranks, failure.kind, failure.exit_code) == ((0, 1, 2), "exception", 1)
+    assert failure.lines()[0] == "ranks 0-2 raised ValueError: no"
+    assert failure.others == ()
+
+
+def test_texts_that_differ_are_said_to_differ() -> None:
+    failure = judge([raised(rank, f"ValueError: sample {rank}") for rank in range(2)])
+    assert failure is not None
+    assert failure.ranks == (0, 1)
+    assert "rank 0's" in failure.lines()[-1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "paceline.errors.PeerLost: rank 1 died",
+        "paceline.errors.PeerAbsent: rank 0 waited",
+        "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes",
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1",
+        "RuntimeError: NCCL communicator was aborted on rank 0.",
+    ],
+)
+def test_those_who_fell_with_another_are_not_the_cause(text: str) -> None:
+    failure = judge([raised(0, text, at=1.0), raised(1, "KeyError: 'x'", at=2.0), raised(2, text, at=1.5)])
+    assert failure is not None
+    assert failure.ranks == (1,)
+    assert failure.others[0].startswith("afterwards ranks 0,2: ")
+    alone = judge([raised(0, text, at=1.0)])
+    assert alone is not None
+    assert alone.follows
+
+
+def test_a_traceback_that_was_caught_is_not_the_cause() -> None:
+    caught = raised(0, "ValueError: caught")
+    exited = judge([replace(caught, raised=False, code=9)])
+    killed = judge([replace(caught, killed_by=signal.SIGKILL, code=0)])
+    assert exited is not None and killed is not None
+    assert (exited.kind, killed.kind) == ("exit", "signal")
+
+
+def test_the_first_of_two_causes_is_shown() -> None:
+    failure = judge([raised(0, "KeyError: 'late'", at=2.0), End(1, 1.0, killed_by=signal.SIGSEGV)])
+    assert failure is not None
+    assert (failure.kind, failure.exit_code, failure.ranks) == ("signal", 139, (1,))
+
+
+def test_kinds() -> None:
+    memory = judge([End(3, 0.0, killed_by=signal.SIGKILL, out_of_memory=True)])
+    killed = judge([End(3, 0.0, killed_by=signal.SIGKILL)])
+    never = judge([End(0, 0.0, code=127, never="no such file")])
+    assert memory is not None and killed is not None and never is not None
+    assert [one.kind for one in (memory, killed, never)] == ["memory", "signal", "never started"]
+    assert [one.exit_code for one in (memory, killed, never)] == [137, 137, 127]
+
+
+@pytest.mark.parametrize("frames", [1, 5, 200])
+def test_a_report_is_short(frames: int) -> None:
+    ends = [raised(0, "ValueError: " + "long " * 500 + "\nsecond line\nthird", frames=frames)]
+    ends += [raised(rank, f"Odd{rank}: PeerLost", at=1.0, line=rank) for rank in range(1, 9)]
+    failure = judge(ends)
+    assert failure is not None
+    assert len(failure.lines()) <= 14
+    assert all(len(line) < 400 for line in failure.lines())
+    assert 'File "train.py"' in failure.lines()[1]
+
+
+def test_lines_after_a_traceback_are_not_its_message() -> None:
+    failure = judge([raised(0, "ValueError: no", more="[W1116 torch] destroy_process_group() was not called")])
+    assert failure is not None
+    assert not [line for line in failure.lines() if "destroy" in line]
+
+
+def test_a_failure_travels_between_machines() -> None:
+    failure = judge([raised(2, "ValueError: no")])
+    assert failure is not None
+    assert failure_from(asdict(failure)) == failure
+    follower = Failure((0,), "exception", 1, "PeerLost", follows=True)
+    lost = Failure((), "node", 1, "machine 1 was lost")
+    assert best([follower, lost, failure]) is failure
+    assert best([lost, follower]) is lost
+    assert best([]) is None
+
+
+# ------------------------------------------------------------------------------------------------------------- watchdog
+
+
+class World:
+    """Ranks whose marks and vitals a test sets, on a clock of its own."""
+
+    def __init__(self, ranks: int = 2, timeout_s: float | None = None) -> None:
+        self.watchdog = Watchdog(range(ranks), timeout_s)
+        self.now = 100.0
+        self.stamps = dict.fromkeys(range(ranks), (Phase.STARTING, -1, 0.0))
+        self.vitals = dict.fromkeys(range(ranks), Vital("S", 0.0))
+
+    def note(self, rank: int, phase: Phase, step: int) -> None:
+        self.stamps[rank] = phase, step, self.now
+
+    def look(self) -> Hang | None:
+        marks = {
+            rank: Mark(phase, step, self.now - at, noted=step >= 0) for rank, (phase, step, at) in self.stamps.items()
+        }
+        return self.watchdog.look(self.now, marks, self.vitals)
+
+    def wait(self, seconds: float, *, busy: tuple[int, ...] = ()) -> Hang | None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.5
+            for rank in busy:
+                self.vitals[rank] = Vital("R", self.vitals[rank].cpu_s + 0.5)
+            found = self.look()
+            if found is not None:
+                return found
+        return None
+
+    def run(self, steps: int, step_s: float = 1.0) -> None:
+        for step in range(steps):
+            for rank in self.stamps:
+                self.note(rank, Phase.FORWARD, step)
+            assert self.wait(step_s) is None
+
+
+def test_patience_is_learned() -> None:
+    world = World()
+    assert world.watchdog.patience_s() == CEILING_S
+    world.run(20, 1.0)
+    assert world.watchdog.patience_s() == FLOOR_S
+    assert world.watchdog.patience_s(Phase.CHECKPOINT) == CEILING_S
+    slow = World()
+    slow.run(20, 10.0)
+    assert slow.watchdog.patience_s() == pytest.approx(100.0, rel=0.1)
+
+
+def test_who_never_notes_is_never_suspected() -> None:
+    assert World(timeout_s=1.0).wait(10_000) is None
+
+
+def test_a_frozen_rank() -> None:
+    world = World()
+    world.run(10)
+    world.note(0, Phase.REDUCE, 9)
+    found = world.wait(CEILING_S)
+    assert found is not None
+    assert (found.ranks, found.kind, found.step) == ((1,), "frozen", 9)
+
+
+def test_a_spinning_rank() -> None:
+    world = World(3)
+    world.run(10)
+    world.note(0, Phase.BACKWARD, 10)
+    world.note(2, Phase.BACKWARD, 10)
+    found = world.wait(CEILING_S, busy=(1,))
+    assert found is not None
+    assert (found.ranks, found.kind) == ((1,), "spinning")
+
+
+def test_a_stopped_rank_is_seen_soon_and_a_pause_is_forgiven() -> None:
+    world = World()
+    world.run(10)
+    world.vitals[1] = Vital("T", 0.0)
+    assert world.wait(STOPPED_S - 1) is None
+    world.vitals[1] = Vital("S", 0.0)
+    assert world.wait(1) is None
+    world.vitals[1] = Vital("T", 0.0)
+    found = world.wait(STOPPED_S + 1)
+    assert found is not None
+    assert (found.ranks, found.kind) == ((1,), "frozen")
+
+
+def test_a_debugger_is_no_hang() -> None:
+    world = World()
+    world.run(10)
+    world.vitals[1] = Vital("t", 0.0)
+    assert world.wait(STOPPED_S * 2) is None
+
+
+@pytest.mark.parametrize("phase", [Phase.IDLE, Phase.DONE])
+def test_idle_and_finished_ranks_may_rest(phase: Phase) -> None:
+    world = World()
+    world.run(10)
+    for rank in range(2):
+        world.note(rank, phase, 10)
+    assert world.wait(CEILING_S * 2) is None
+
+
+def test_when_nobody_ran_nobody_hung() -> None:
+    world = World(timeout_s=5.0)
+    world.run(10)
+    world.now += 3600  # the machine slept
+    assert world.look() is None
+    assert world.wait(4) is None
+    assert world.wait(5) is not None
+    assert GAP_S < 5
+
+
+def test_an_explicit_time_is_kept() -> None:
+    world = World(timeout_s=3.0)
+    world.run(5)
+    found = world.wait(10)
+    assert found is not None
+    assert found.ranks == (0, 1)
