@@ -4,38 +4,59 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.checkpoint import Checkpointer, NoCheckpoint, Preemption, digest, export_weights
     from paceline.collectives.checked import all_gather, all_reduce, barrier, broadcast
-    from paceline.data.sampler import DistributedSampler
+    from paceline.data import DistributedSampler, Ledger, Loader
+    from paceline.memory_plan.of_model import plan
     from paceline.replica.ddp import DistributedDataParallel
     from paceline.start import get, init, shutdown
     from paceline.world import World
 
 __all__ = [
+    "Checkpointer",
     "DistributedDataParallel",
     "DistributedSampler",
+    "Ledger",
+    "Loader",
+    "NoCheckpoint",
+    "Preemption",
     "World",
     "all_gather",
     "all_reduce",
     "barrier",
     "broadcast",
+    "digest",
+    "export_weights",
     "get",
     "init",
+    "plan",
     "shutdown",
 ]
 
 _HOMES = {
+    "Checkpointer": "checkpoint",
     "DistributedDataParallel": "replica.ddp",
     "DistributedSampler": "data.sampler",
+    "Ledger": "data",
+    "Loader": "data",
+    "NoCheckpoint": "checkpoint",
+    "Preemption": "checkpoint",
     "World": "world",
     "all_gather": "collectives.checked",
     "all_reduce": "collectives.checked",
     "barrier": "collectives.checked",
     "broadcast": "collectives.checked",
+    "digest": "checkpoint",
+    "export_weights": "checkpoint",
     "get": "start",
     "init": "start",
+    "plan": "memory_plan.of_model",
     "shutdown": "start",
 }
-_FOLDERS = ("collectives", "data", "errors", "layout", "reducer", "replica", "start", "strategies", "trace", "world")
+_FOLDERS = (
+    *("bucket_plan", "checkpoint", "collectives", "data", "errors", "launch", "layout", "memory_plan", "observe"),
+    *("progress", "reducer", "replica", "start", "strategies", "tell", "trace", "world"),
+)
 
 
 def __getattr__(name: str) -> Any:

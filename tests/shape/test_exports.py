@@ -6,15 +6,23 @@ import sys
 import paceline
 
 PUBLIC = [
+    "Checkpointer",
     "DistributedDataParallel",
     "DistributedSampler",
+    "Ledger",
+    "Loader",
+    "NoCheckpoint",
+    "Preemption",
     "World",
     "all_gather",
     "all_reduce",
     "barrier",
     "broadcast",
+    "digest",
+    "export_weights",
     "get",
     "init",
+    "plan",
     "shutdown",
 ]
 
@@ -32,7 +40,8 @@ def test_every_public_name_is_there_and_listed() -> None:
 def test_core_needs_torch_alone() -> None:
     code = (
         "import sys; import paceline; [getattr(paceline, name) for name in paceline.__all__]; "
-        "extras = {'accelerate', 'lightning_fabric', 'hypothesis', 'matplotlib', 'pytest', 'rich', 'typer'}; "
+        "extras = {'accelerate', 'lightning_fabric', 'hypothesis', 'matplotlib', 'pytest', 'rich', "
+        "'safetensors', 'tokenizers', 'typer'}; "
         "extras &= sys.modules.keys(); "
         "sys.exit(' '.join(extras) or 0)"
     )

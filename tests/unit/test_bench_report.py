@@ -196,12 +196,6 @@ def test_the_other_tables() -> None:
     assert "paceline × torch" in text and "fabric at 2: failed" in text and "DIFFER" in text
 
 
-@pytest.fixture(scope="module")
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib keeps font files open from its first text on."""
-    chart.draw(asdict(report()), tmp_path_factory.mktemp("fonts") / "chart.png")
-
-
 @needs_matplotlib
 @pytest.mark.usefixtures("fonts")
 @pytest.mark.parametrize("make", [report, allreduce_report, hooks_report, cost_report, series_report])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.bench.overlap import read_overlap
+from paceline.observe.overlap import read_overlap
 from paceline.trace import Moment, Stamp
 
 

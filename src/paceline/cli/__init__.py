@@ -5,6 +5,11 @@ import sys
 
 def main() -> None:
     """Entry point. It loads no torch: workers do, when there is something to run."""
+    if sys.argv[1:2] == ["run"]:
+        # By itself, because everything after the script belongs to the script; and it needs Python alone.
+        from paceline.cli.run import main as run
+
+        sys.exit(run(sys.argv[2:]))
     try:
         import rich  # noqa: F401 (typer asks for it only when it prints)
 

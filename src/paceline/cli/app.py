@@ -3,6 +3,8 @@
 import typer
 
 from paceline.cli.bench import build_bench
+from paceline.cli.plan import plan_command
+from paceline.cli.train import build_train
 
 
 def build_app() -> typer.Typer:
@@ -15,9 +17,25 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_root)
+    app.command("train")(build_train())
+    app.command("run", add_help_option=False)(_run)
+    app.command("plan")(plan_command())
+    app.command("doctor")(_doctor)
     app.add_typer(build_bench(), name="bench")
     return app
 
 
 def _root() -> None:
     """Data-parallel training for PyTorch."""
+
+
+def _run() -> None:
+    """Start a script on several ranks, with torchrun's flags. `paceline run --help` lists them."""
+    raise AssertionError("`paceline run` is answered before typer is asked")
+
+
+def _doctor() -> None:
+    """Look at this machine: devices, backends, limits, an all-reduce, and what would be chosen and why."""
+    from paceline.cli.doctor import main
+
+    raise typer.Exit(main())

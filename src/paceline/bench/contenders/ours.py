@@ -5,7 +5,7 @@ from typing import Any
 import paceline
 from paceline.bench.contenders.trainee import Place, Trainee, all_reduce_alone, all_reduce_bytes, details, update_with
 from paceline.bench.model import build_model, build_optimizer
-from paceline.bench.overlap import read_overlap
+from paceline.observe.overlap import read_overlap
 
 
 def build(place: Place) -> Trainee:

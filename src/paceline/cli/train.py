@@ -1,0 +1,82 @@
+"""`paceline train`."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.errors import PacelineError
+from paceline.train.config import TrainConfig, build, from_toml, to_toml
+
+ABOUT = """Train a GPT from scratch on several ranks of this machine, with no download.
+
+Everything has a default: `paceline train` alone trains on Python's own sources for about two minutes."""
+
+
+def build_train() -> Callable[..., None]:
+    """The function that typer reads: one option per setting. An option that is not given leaves the file's value."""
+
+    def train(config: Path | None, print_config: bool, **given: Any) -> None:
+        settings = {name: value for name, value in given.items() if value is not None}
+        try:
+            chosen = build({**(from_toml(config) if config else {}), **settings})
+            if print_config:
+                typer.echo(to_toml(chosen), nl=False)
+                return
+            code = start(chosen)
+        except PacelineError as error:
+            typer.echo(f"paceline train: {error}", err=True)
+            raise typer.Exit(2) from None
+        raise typer.Exit(code)
+
+    parameters = [
+        _parameter(
+            "config", Annotated[Path | None, typer.Option(help="a TOML file with settings; flags win over it")], None
+        ),
+        _parameter(
+            "print_config", Annotated[bool, typer.Option("--print-config", help="show the settings as TOML")], False
+        ),
+    ]
+    for item in fields(TrainConfig):
+        text = f"{item.metadata['about']} [default: {item.default!r}]" if item.default != "" else item.metadata["about"]
+        kind = type(item.default)
+        parameters.append(
+            _parameter(item.name, Annotated[kind | None, typer.Option(help=text, show_default=False)], None)
+        )
+    train.__doc__ = ABOUT
+    train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return train
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def start(config: TrainConfig) -> int:
+    """Run the ranks of a training run under the supervisor, and show what they tell."""
+    from paceline.cli.train_screen import closing_words, open_screen
+    from paceline.launch import Job, gpu_count, supervise
+    from paceline.train.corpus import find_files
+    from paceline.train.folder import RunFolder
+
+    find_files(config.data)  # before anything is written or started
+    folder = RunFolder.prepare(config)
+    gpus = 0 if config.device == "cpu" else gpu_count()
+    ranks = config.ranks or gpus or 2
+    job = Job(
+        command=(sys.executable, "-m", "paceline.train", str(folder.path)),
+        ranks=ranks,
+        run_dir=folder.path,
+        max_restarts=config.max_restarts,
+    )
+    with open_screen(config, ranks, folder) as screen:
+        outcome = supervise(job, screen)
+    if outcome.exit_code:
+        screen.show_failure(outcome)
+        return outcome.exit_code
+    return closing_words(folder)

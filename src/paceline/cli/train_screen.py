@@ -1,0 +1,202 @@
+"""What the launcher of `paceline train` shows: a live display on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paceline.launch import Failure, Fold, Outcome, spans
+from paceline.train.config import TrainConfig
+from paceline.train.folder import RunFolder
+from paceline.train.report import facts
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 60
+PLAIN_EVERY_S = 5.0
+USAGE_EXIT = 2
+STOPPED_EXIT = 128 + 15  # as a process that SIGTERM has ended
+
+
+class Screen:
+    """Takes what ranks say and tell. It draws; ranks never do."""
+
+    def __init__(self, config: TrainConfig, ranks: int, folder: RunFolder, console: Console) -> None:
+        self._config = config
+        self._folder = folder
+        self._console = console
+        self._live: Live | None = None
+        self._fold = Fold(lambda ranks, text, _: self._print(f"[{spans(ranks)}] {text}"), ranks)
+        self._losses: list[float] = []
+        self._of_rank: list[dict[str, Any]] = [{} for _ in range(ranks)]
+        self._held_out: float | None = None
+        self._step = self._first_step = 0
+        self._first_step_at = 0.0
+        self._shown_at = 0.0
+        self._note = "starting"
+
+    # ---- what the supervisor calls
+
+    def line(self, rank: int, text: str) -> None:
+        self._fold.add(rank, text, time.monotonic())
+
+    def error_line(self, rank: int, text: str) -> None:
+        """Tracebacks are shown once, at the end; of the rest, what warns."""
+        if "Warning: " in text:
+            self.line(rank, text)
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def told(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "step":
+            self._stepped(rank, fields)
+        elif rank != 0:
+            return
+        elif kind == "ready":
+            self._note = f"{fields['parameters'] / 1e6:.2f} M parameters, {fields['ranks']} ranks on {fields['device']}"
+            self._print(f"{self._note}; {fields['source']}")
+            self._print(f"run: {self._folder.path}")
+        elif kind == "checked":
+            planned, measured = fields["planned"] / 2**20, fields["measured"] / 2**20
+            self._print(f"memory of a rank: {planned:,.0f} MiB planned, {measured:,.0f} MiB measured")
+            self._print(f"gradients against one process: largest difference {fields['difference']:.1e}")
+        elif kind == "held_out":
+            self._held_out = fields["per_byte"]
+            self._print(f"step {fields['step']:5d}   held-out text {fields['per_byte']:.3f} nats per byte")
+        elif kind == "resumed":
+            self._print(f"resumed from step {fields['step']}; {fields['redone']} step(s) are done again")
+            for skipped in fields["skipped"]:
+                self._print(f"passed over a checkpoint: {skipped}")
+        elif kind == "saved" and fields["problem"]:
+            self._print(f"step {fields['step']:5d}   checkpoint NOT saved: {fields['problem']}")
+
+    def restarting(self, attempt: int, failure: Failure) -> None:
+        self._print(f"restart {attempt} of {self._config.max_restarts}: {failure}")
+        self._of_rank = [{} for _ in self._of_rank]
+
+    def tick(self) -> None:
+        self._fold.flush(time.monotonic())
+        if self._live is not None:
+            self._live.update(self._picture())
+
+    # ---- what is shown
+
+    def _stepped(self, rank: int, fields: dict[str, Any]) -> None:
+        self._of_rank[rank] = fields
+        if rank != 0:
+            return
+        self._step = fields["step"]
+        self._losses.append(fields["loss"])
+        if not self._first_step_at:
+            self._first_step, self._first_step_at = self._step, time.monotonic()
+        last = self._step == self._config.steps
+        if self._live is None and (last or time.monotonic() - self._shown_at >= PLAIN_EVERY_S):
+            self._shown_at = time.monotonic()
+            self._print(self._plain(fields))
+
+    def _plain(self, fields: dict[str, Any]) -> str:
+        return (
+            f"step {self._step:5d}/{self._config.steps}   loss {fields['loss']:.3f}   "
+            f"{fields['tokens_per_s']:,.0f} tokens/s   {fields['step_s'] * 1e3:.0f} ms a step, "
+            f"{fields['exposed_s'] * 1e3:.1f} exposed   {self._left()} left"
+        )
+
+    def _left(self) -> str:
+        done = self._step - self._first_step
+        if done <= 0:
+            return "?"
+        seconds = (time.monotonic() - self._first_step_at) / done * (self._config.steps - self._step)
+        return f"{seconds / 60:.0f} min" if seconds > 120 else f"{seconds:.0f} s"
+
+    def _picture(self) -> Group:
+        head = Text(f"step {self._step}/{self._config.steps}", style="bold")
+        if self._losses:
+            head.append(f"   loss {self._losses[-1]:.3f}  ", style="bold cyan")
+            head.append(sparkline(self._losses, WIDTH), style="cyan")
+            head.append(f"   {self._left()} left", style="default")
+        else:
+            head.append(f"   {self._note}", style="dim")
+        table = Table(box=None, pad_edge=False)
+        for title in ("rank", "tokens/s", "step ms", "exposed ms", "data ms"):
+            table.add_column(title, justify="right", style="dim", header_style="dim")
+        for rank, fields in enumerate(self._of_rank):
+            if fields:
+                times = (fields["step_s"], fields["exposed_s"], fields["data_s"])
+                table.add_row(
+                    str(rank), f"{fields['own_tokens_per_s']:,.0f}", *(f"{1e3 * seconds:.1f}" for seconds in times)
+                )
+        return Group(head, table)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show_failure(self, outcome: Outcome) -> None:
+        failure = outcome.failure
+        self._fold.flush(float("inf"))
+        if failure is None or outcome.signal:
+            self._print(f"paceline train: ended by {outcome.signal or 'a rank'}; run: {self._folder.path}")
+        elif outcome.exit_code == USAGE_EXIT and failure.kind == "exit" and failure.details:
+            log = self._folder.path / f"rank_{failure.ranks[0]}.log"
+            self._print(f"paceline train: {log.read_text().rstrip().splitlines()[-1]}")
+        else:
+            for line in (*failure.lines(), f"full logs: {self._folder.path}/rank_*.log"):
+                self._print(line)
+
+    @contextmanager
+    def live(self) -> Iterator["Screen"]:
+        if not self._console.is_terminal:
+            yield self
+            return
+        with Live(self._picture(), console=self._console, refresh_per_second=10, transient=True) as self._live:
+            yield self
+        self._live = None
+
+
+def open_screen(config: TrainConfig, ranks: int, folder: RunFolder) -> AbstractContextManager[Screen]:
+    return Screen(config, ranks, folder, Console()).live()
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """Means of equal parts of the series, as bars between its lowest and highest."""
+    count = min(width, len(values))
+    parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, span = min(means), max(means) - min(means)
+    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1)) if span else 0] for mean in means)
+
+
+def closing_words(folder: RunFolder) -> int:
+    """What a run ends with. Returns the exit code: a run that was asked to stop is not a finished one."""
+    result = folder.result()
+    console = Console()
+    if result["ended"] == "stopped":
+        console.print(
+            f"stopped as asked after step {result['steps']}, which is saved in {folder.checkpoints}", soft_wrap=True
+        )
+        console.print(f"go on with: paceline train --config {folder.config_file} --out {folder.path}", soft_wrap=True)
+        return STOPPED_EXIT
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, text in facts(result):
+        table.add_row(name, Text(text))
+    table.add_row("checkpoint", Text(str(folder.checkpoints)))
+    table.add_row("report", Text(str(folder.report_file)))
+    if result["sample"]:
+        console.rule("a sample", style="dim")
+        console.print(result["sample"], markup=False, highlight=False)
+        console.rule(style="dim")
+    console.print(table)
+    console.print("\nNext:", style="bold")
+    for command in (
+        f"paceline train --steps {2 * result['steps']} --out {folder.path}   # goes on where this run ended",
+        "paceline bench                                                # beside torch's DDP, on this machine",
+        "paceline run -n 2 examples/own_model.py                       # your own model",
+    ):
+        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,1 @@
+"""The read side: what traces and counters say."""

@@ -1,0 +1,30 @@
+"""One rank of `paceline train`: `python -m paceline.train FOLDER`, started by a launcher."""
+
+import os
+import sys
+from pathlib import Path
+
+from paceline.checkpoint.faults import NotSaved
+from paceline.errors import PacelineError, UsageError
+from paceline.train.folder import RunFolder
+
+
+def main(folder: RunFolder) -> None:
+    config = folder.config()
+    import torch
+
+    from paceline.train.loop import run_rank
+
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(config.threads or max(1, share))
+    run_rank(config, folder)
+
+
+if __name__ == "__main__":
+    try:
+        main(RunFolder(Path(sys.argv[1])))
+    except PacelineError as error:
+        if not isinstance(error, UsageError | NotSaved):
+            raise
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")  # the launcher shows it
+        sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -1,0 +1,49 @@
+"""What of a run goes into a checkpoint, and how a run is taken up from one."""
+
+from pathlib import Path
+
+import paceline
+from paceline.tell import tell
+from paceline.train.run import Run
+
+
+def save(run: Run) -> None:
+    """All ranks call it after the same step."""
+    saved = run.checkpoints.save(
+        run.step,
+        model=run.net,
+        optimizer=run.optimizer,
+        loader=run.loader,
+        tokenizer=run.text.tokenizer.digest(),
+    )
+    run.saved_at = run.step
+    run.record.blocked.append(saved.blocked_s)
+    tell("saved", step=run.step, blocked_s=saved.blocked_s, problem=str(saved.problem) if saved.problem else "")
+
+
+def named(path: Path) -> Path:
+    """A checkpoint, or a folder of them; the folder of a run has them in its `checkpoints`."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def resume(run: Run) -> None:
+    """Take up the newest checkpoint of the run, or the one that was asked for, if there is one."""
+    config = run.config
+    if config.resume == "never":
+        return
+    wanted = "latest" if config.resume == "auto" else named(Path(config.resume))
+    try:
+        found = run.checkpoints.load(wanted, model=run.net, optimizer=run.optimizer, loader=run.loader)
+    except paceline.NoCheckpoint as error:
+        if error.skipped or config.resume != "auto":
+            raise
+        return
+    if found.more["tokenizer"] != run.text.tokenizer.digest():
+        raise paceline.errors.UsageError(
+            f"the checkpoint of step {found.step} was made with another tokenizer than tokenizer={config.tokenizer!r} "
+            f"makes now; resume with the tokenizer and the data of that run"
+        )
+    run.step = run.saved_at = run.resumed_from = found.step
+    run.redone = run.folder.cut_metrics(found.step) if run.world.rank == 0 else 0
+    tell("resumed", step=found.step, redone=run.redone, skipped=[str(skipped) for skipped in found.skipped])
+    paceline.barrier()

@@ -1,0 +1,98 @@
+"""What a run finds out about itself after its first steps: memory against plan, gradients against one process.
+
+Not before them, so that the first step comes as soon as it can.
+"""
+
+import copy
+
+import torch
+from torch import nn
+
+import paceline
+from paceline.memory_plan.measured import Peak
+from paceline.tell import tell
+from paceline.train.config import TrainConfig
+from paceline.train.model import GPT
+from paceline.train.sizes import SIZES
+from paceline.train.text import Sample, Text
+
+SETTLED_AFTER = 3  # steps: by then the optimizer has its states and the buckets have their place
+
+
+class Checks:
+    """Made when the net is there and nothing else is."""
+
+    def __init__(self, net: nn.Module, world: paceline.World) -> None:
+        self._net = net
+        self._world = world
+        self._steps = 0
+        warm_up(world.device)
+        self._peak = Peak(world.device)
+        # On the CPU the peak counts from here, where the net is already.
+        self._net_bytes = sum(p.nbytes for p in net.parameters()) if world.device.type == "cpu" else 0
+        self.measured: int | None = None
+        self.planned: int | None = None
+        self.difference: float | None = None
+
+    def after_step(self, config: TrainConfig, text: Text) -> None:
+        """All ranks call it after every step."""
+        self._steps += 1
+        if self._steps == SETTLED_AFTER:
+            self.measured = self._peak.nbytes() + self._net_bytes
+            if self._world.rank == 0:
+                self.planned = planned_bytes(self._net, config, self._world)
+            self.difference = gradient_difference(self._net, samples_to_compare(text, self._world))
+            tell("checked", planned=self.planned, measured=self.measured, difference=self.difference)
+
+
+def warm_up(device: torch.device) -> None:
+    """Have torch load what a step needs of its libraries: their pages are not the model's."""
+    net = GPT(SIZES["nano"], 256).to(device)
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device=device)
+    net(tokens, tokens).backward()
+    torch.optim.AdamW(net.parameters(), fused=True).step()
+
+
+def planned_bytes(net: nn.Module, config: TrainConfig, world: paceline.World) -> int:
+    """The peak of one rank as paceline.plan foresees it."""
+    tokens = torch.zeros(config.batch, config.shape.context, dtype=torch.int64, device=world.device)
+    plan = paceline.plan(
+        net,
+        (tokens, tokens),
+        optimizer="adamw",
+        dtype=config.dtype,
+        ranks=world.size,
+        accumulate=config.accumulate,
+        fused=True,
+    )
+    return plan.total
+
+
+def gradient_difference(net: nn.Module, batch: Sample) -> float:
+    """The largest difference between gradients of all ranks' samples, by the ranks and by one process.
+
+    All ranks call it; `net` is not touched. Every rank runs the samples of all ranks alone, on a copy, and the answer
+    is the largest difference that any rank saw.
+    """
+    alone = _copy(net)
+    shared = paceline.DistributedDataParallel(_copy(net))
+    tokens, targets = (torch.cat(paceline.all_gather(part.cpu())).to(part.device) for part in batch)
+    shared(*batch).backward()
+    alone(tokens, targets).backward()
+    pairs = zip(alone.parameters(), shared.parameters(), strict=True)
+    largest = max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
+    return float(paceline.all_reduce(torch.tensor(largest, dtype=torch.float64), "max"))
+
+
+def _copy(net: nn.Module) -> nn.Module:
+    """Without gradients, and without dropout, whose masks depend on the shape of the batch."""
+    twin = copy.deepcopy(net).eval()
+    twin.zero_grad()
+    return twin
+
+
+def samples_to_compare(text: Text, world: paceline.World) -> Sample:
+    """Two a rank, others on every rank."""
+    places = [(2 * world.rank + index) % len(text.train) for index in range(2)]
+    tokens, targets = zip(*(text.train[place] for place in places), strict=True)
+    return torch.stack(tokens).to(world.device), torch.stack(targets).to(world.device)

@@ -1,0 +1,63 @@
+"""The end of a run: the last evaluation, the result, the picture and the report."""
+
+from dataclasses import asdict
+
+import paceline
+from paceline.tell import tell
+from paceline.train.evaluate import held_out_loss, write_sample
+from paceline.train.report import write_picture, write_report
+from paceline.train.run import Run
+
+
+def close_run(run: Run, ended: str, seconds: float) -> None:
+    """All ranks call it; rank 0 writes the files. One that was asked to stop has little time: it evaluates nothing."""
+    finished = ended == "finished"
+    held_out = None
+    if finished:
+        held_out = held_out_loss(run)
+        run.record.held_out(run.step, held_out, held_out / run.text.bytes_per_token)
+    digest = paceline.digest(run.net, run.optimizer, run.step, asdict(run.loader.cursor))
+    if run.world.rank != 0:
+        return
+    if finished:
+        paceline.export_weights(run.net, run.folder.weights_file)
+    sample = write_sample(run) if finished and run.config.sample else ""
+    run.folder.write_result(
+        result_of(run, held_out) | {"ended": ended, "seconds": seconds, "digest": digest, "sample": sample}
+    )
+    if finished:
+        write_picture(run.folder)
+        write_report(run.folder)
+    tell("result", digest=digest, ended=ended, step=run.step)
+
+
+def result_of(run: Run, held_out: float | None) -> dict[str, object]:
+    """What result.json says, but for how it ended."""
+    record, config = run.record, run.config
+    step_s = _median(record.seconds[1:] or record.seconds)  # the first one warms up
+    tokens = run.world.size * config.batch * config.accumulate * config.shape.context
+    losses = [line["loss"] for line in run.folder.metrics() if "loss" in line]
+    return {
+        "steps": run.step,
+        "ranks": run.world.size,
+        "device": str(run.device),
+        "final_loss": losses[-1] if losses else None,
+        "held_out_loss": held_out,
+        "held_out_per_byte": None if held_out is None else held_out / run.text.bytes_per_token,
+        "parameters": sum(param.numel() for param in run.net.parameters()),
+        "tokens_per_second": tokens / step_s if step_s else None,
+        "step_seconds": step_s,
+        "exposed_seconds": _median(record.exposed),
+        "overlap": _median(record.overlaps),
+        "checkpoint_blocked_seconds": sum(record.blocked),
+        "gradient_difference": run.checks.difference,
+        "memory_planned": run.checks.planned,
+        "memory_measured": run.checks.measured,
+        "resumed_from": run.resumed_from,
+        "redone_steps": run.redone,
+        "source": run.text.source,
+    }
+
+
+def _median(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None

@@ -1,0 +1,100 @@
+"""The folder of one run, and the files in it. Needs no torch."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.train.config import TrainConfig, build, from_toml, to_toml
+
+
+class RunFolder:
+    """runs/<id>: config.toml, metrics.jsonl, result.json, loss.png, report.html, checkpoints/, one log per rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.toml"
+        self.metrics_file = path / "metrics.jsonl"
+        self.result_file = path / "result.json"
+        self.picture_file = path / "loss.png"
+        self.report_file = path / "report.html"
+        self.weights_file = path / "weights.safetensors"
+        self.checkpoints = path / "checkpoints"
+
+    @classmethod
+    def prepare(cls, config: TrainConfig) -> "RunFolder":
+        """Make the folder that is asked for, or take up the run that is in it. Nothing is written over."""
+        folder = cls(Path(config.out) if config.out else _new_name())
+        if folder.config_file.exists():
+            folder._check_same_run(config)
+        elif folder.path.exists() and any(folder.path.iterdir()):
+            raise UsageError(f"out={str(folder.path)!r} is not empty and holds no run; expected a new or empty folder")
+        try:
+            folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            _replace(folder.config_file, to_toml(config))
+        except OSError as error:
+            raise UsageError(f"the run's folder {folder.path} cannot be written: {error.strerror}") from error
+        return folder
+
+    def config(self) -> TrainConfig:
+        return build(from_toml(self.config_file))
+
+    def _check_same_run(self, config: TrainConfig) -> None:
+        if config.resume == "never":
+            raise UsageError(
+                f"{self.path} holds a run already and resume='never' would write over it; give another --out, or "
+                f"resume='auto' to go on with it"
+            )
+        before = self.config()
+        for name in TrainConfig.__dataclass_fields__:
+            old, new = getattr(before, name), getattr(config, name)
+            if name not in TrainConfig.FREE and old != new:
+                raise UsageError(
+                    f"the run in {self.path} was started with {name}={old!r}, got {name}={new!r}; it can be resumed "
+                    f"with the same value only: expected {name}={old!r}, or another --out"
+                )
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        _replace(self.result_file, json.dumps(result, indent=1) + "\n")
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.result_file.read_text())
+        return found
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines written so far; a last line that a kill has cut short is left out."""
+        if not self.metrics_file.exists():
+            return []
+        lines = self.metrics_file.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def cut_metrics(self, step: int) -> int:
+        """Forget what was written after `step`, which the run resumes from. Returns how many steps that were."""
+        lines = self.metrics()
+        kept = [line for line in lines if line["step"] <= step]
+        if self.metrics_file.exists():
+            _replace(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        return max((line["step"] for line in lines), default=step) - step if lines else 0
+
+
+def _new_name() -> Path:
+    """runs/<date>-<time>, with a number behind it if two runs begin in the same second."""
+    base = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file that is either the old one or the new one, whenever the process may end."""
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    with new.open("w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    new.replace(file)

@@ -1,0 +1,77 @@
+"""What a step tells: a line in metrics.jsonl, the trackers, and the launcher's screen."""
+
+import json
+import time
+from dataclasses import dataclass
+
+from paceline.observe.overlap import read_overlap
+from paceline.tell import tell
+from paceline.trace import Stamp
+from paceline.train.config import TrainConfig
+from paceline.train.folder import RunFolder
+from paceline.train.trackers import open_trackers
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """One step of this rank. The loss is the mean over all ranks."""
+
+    step: int
+    loss: float
+    rate: float
+    norm: float
+    seconds: float
+    data_s: float
+    tokens: int  # of this rank
+
+
+class Record:
+    """All ranks have one: each tells the launcher, rank 0 writes the files."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, rank: int, ranks: int) -> None:
+        self._writes = rank == 0
+        self._ranks = ranks
+        self._file = folder.metrics_file.open("a", encoding="utf-8") if self._writes else None
+        self._trackers = open_trackers(config, folder.path) if self._writes else []
+        self._begun = time.monotonic()
+        self.seconds: list[float] = []
+        self.overlaps: list[float] = []
+        self.exposed: list[float] = []
+        self.blocked: list[float] = []  # seconds that each checkpoint held the training
+
+    def step(self, numbers: StepNumbers, stamps: list[Stamp]) -> None:
+        seen = read_overlap(stamps)
+        exposed = seen.get("exposed_communication_s", 0.0)
+        self.seconds.append(numbers.seconds)
+        self.exposed.append(exposed)
+        if "overlap" in seen:
+            self.overlaps.append(seen["overlap"])
+        line = {
+            "step": numbers.step,
+            "loss": numbers.loss,
+            "rate": numbers.rate,
+            "norm": numbers.norm,
+            "step_s": numbers.seconds,
+            "data_s": numbers.data_s,
+            "exposed_s": exposed,
+            "tokens_per_s": self._ranks * numbers.tokens / numbers.seconds,
+        }
+        tell("step", **line, own_tokens_per_s=numbers.tokens / numbers.seconds)
+        self._write(line)
+
+    def held_out(self, step: int, loss: float, loss_per_byte: float) -> None:
+        tell("held_out", step=step, loss=loss, per_byte=loss_per_byte)
+        self._write({"step": step, "held_out": loss, "held_out_per_byte": loss_per_byte})
+
+    def _write(self, line: dict[str, float]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        for tracker in self._trackers:
+            tracker.log({name: value for name, value in line.items() if name != "step"}, int(line["step"]))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        for tracker in self._trackers:
+            tracker.close()

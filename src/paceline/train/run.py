@@ -1,0 +1,43 @@
+"""All that a rank holds while it trains."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.progress import Progress
+from paceline.train.checks import Checks
+from paceline.train.config import TrainConfig
+from paceline.train.folder import RunFolder
+from paceline.train.model import GPT
+from paceline.train.record import Record
+from paceline.train.text import Sample, Text
+
+if TYPE_CHECKING:
+    import paceline
+
+
+@dataclass
+class Run:
+    """One rank of one run. `step` and what follows it change; the rest changes inside."""
+
+    config: TrainConfig
+    folder: RunFolder
+    world: "paceline.World"
+    text: Text
+    net: GPT
+    model: Any  # the net in paceline's class, compiled or not
+    optimizer: torch.optim.Optimizer
+    loader: "paceline.Loader[Sample]"
+    checkpoints: "paceline.Checkpointer"
+    record: Record
+    progress: Progress
+    checks: Checks
+    step: int = 0
+    saved_at: int | None = None
+    resumed_from: int | None = None
+    redone: int = 0  # steps that an earlier attempt had made after the checkpoint
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device

@@ -1,0 +1,186 @@
+"""`paceline train` as users start it: real launcher, real ranks, real kills."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+TIMEOUT_S = 100
+SETTINGS = (
+    "--size",
+    "nano",
+    "--steps",
+    "16",
+    "--warmup",
+    "4",
+    "--batch",
+    "4",
+    "--eval-every",
+    "8",
+    "--eval-samples",
+    "8",
+)
+QUICK = (*SETTINGS, "--save-every", "4", "--sample", "20", "--dropout", "0.1", "--seed", "3", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus that is read in no time."""
+    file = tmp_path_factory.mktemp("text") / "corpus.txt"
+    file.write_text("".join(f"{n} times {n} is {n * n}, and {n} plus {n} is {n + n}.\n" for n in range(3000)))
+    return file
+
+
+class Training:
+    """One `paceline train` under way."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self._log = folder.with_suffix(".log")
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "paceline.cli", "train", *arguments, "--out", str(folder)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def ended(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
+        return found
+
+    def reach(self, step: int) -> None:
+        """Return when some rank has written the numbers of `step`."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while f'"step": {step}, "loss"' not in self._metrics():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output()
+            time.sleep(0.005)
+
+    def _metrics(self) -> str:
+        file = self.folder / "metrics.jsonl"
+        return file.read_text() if file.exists() else ""
+
+    def ranks(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if "paceline.train" in child.cmdline()]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    started: list[Training] = []
+
+    def begin(name: str, *arguments: str) -> Training:
+        started.append(Training(tmp_path / name, *arguments))
+        return started[-1]
+
+    yield begin
+    for training in started:
+        if training.process.poll() is None:
+            training.process.kill()
+            training.process.wait()
+
+
+@pytest.fixture(scope="module")
+def quiet(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A run that nothing happened to."""
+    training = Training(tmp_path_factory.mktemp("quiet") / "run", *QUICK, "--data", str(text), "--audit")
+    assert training.ended() == 0, training.output()
+    return training
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_run_leaves_all_its_files_and_says_where(quiet: Training) -> None:
+    names = {file.name for file in quiet.folder.iterdir()}
+    assert names >= {"config.toml", "metrics.jsonl", "result.json", "loss.png", "report.html", "checkpoints"}
+    assert names >= {"rank_0.log", "rank_1.log", "weights.safetensors", "ledger"}
+    result = quiet.result()
+    assert (result["steps"], result["ended"], result["ranks"]) == (16, "finished", 2)
+    assert len(result["digest"]) == 64
+    assert result["gradient_difference"] < 1e-6
+    assert result["memory_planned"] > 0 and result["memory_measured"] > 0
+    page = (quiet.folder / "report.html").read_text()
+    assert "data:image/png;base64," in page and "http" not in page.replace("http-equiv", "")
+    said = quiet.output()
+    for word in (
+        "nats per byte",
+        "tokens/s",
+        "hidden behind backward",
+        "gradient difference",
+        "planned",
+        "report.html",
+    ):
+        assert word in said
+    assert said.count("paceline ", said.index("Next:")) == 3
+
+
+def test_every_step_is_in_the_metrics_once(quiet: Training) -> None:
+    lines = [json.loads(line) for line in (quiet.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 17))
+    assert [line["step"] for line in lines if "held_out" in line] == [8, 16]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_stopped_and_resumed_is_the_run_that_was_not_stopped(quiet: Training, text: Path, start: Any) -> None:
+    first = start("run", *QUICK, "--data", str(text))
+    first.reach(5)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.ended() == 143, first.output()
+    stopped = first.result()
+    assert stopped["ended"] == "stopped" and stopped["steps"] < 16, first.output()
+    second = start("run", *QUICK, "--data", str(text))
+    assert second.ended() == 0, second.output()
+    assert f"resumed from step {stopped['steps']}; 0 step(s)" in second.output()
+    assert second.result()["digest"] == quiet.result()["digest"]
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_a_killed_rank_is_named_and_the_run_ends_by_itself(quiet: Training, text: Path, start: Any) -> None:
+    training = start("run", *QUICK, "--data", str(text), "--max-restarts", "3")
+    training.reach(6)
+    training.ranks()[1].kill()
+    assert training.ended() == 0, training.output()
+    assert (
+        "restart 1 of 3: rank 1 was ended by SIGKILL" in training.output()
+        or "restart 1 of 3: rank 0 was" in training.output()
+    )
+    assert training.result()["digest"] == quiet.result()["digest"]
+    assert training.result()["redone_steps"] >= 1
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--size", "huge"), "size='huge': expected one of nano, tiny"),
+        (("--data", "no/such/file"), "data='no/such/file': no such file, folder or match"),
+        (("--batch", "0"), "batch=0: expected at least 1"),
+        (("--data", "{short}", "--context", "4000"), "context=4000 is longer than the"),
+        (("--data", "{short}", "--context", "16", "--batch", "64"), "samples"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, start: Any
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("too little text to train on, " * 20)
+    training = start("run", *(argument.replace("{short}", str(short)) for argument in arguments))
+    assert training.ended() == 2, training.output()
+    lines = training.output().strip().splitlines()
+    assert message in lines[-1] and lines[-1].startswith("paceline train: ")
+    assert "Traceback" not in training.output()

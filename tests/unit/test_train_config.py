@@ -1,0 +1,67 @@
+"""Settings of `paceline train`: what is accepted, and what is said about what is not."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.train.config import CHOICES, ConfigError, TrainConfig, build, from_toml, to_toml
+from paceline.train.sizes import SIZES
+
+
+def test_what_is_printed_can_be_read_back(tmp_path: Path) -> None:
+    config = TrainConfig(data='a "quoted"\\path\n', size="gpt2", heads=6, learning_rate=1e-4, audit=True)
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config))
+    assert build(from_toml(file)) == config
+
+
+def test_settings_may_stand_in_a_table_and_with_dashes(tmp_path: Path) -> None:
+    file = tmp_path / "project.toml"
+    file.write_text('[other]\nx = 1\n[train]\nlearning-rate = 1\nsize = "nano"\n')
+    assert build(from_toml(file)) == TrainConfig(learning_rate=1.0, size="nano")
+
+
+def test_explicit_shapes_win_over_the_size() -> None:
+    shape = TrainConfig(size="small", layers=3, context=99).shape
+    assert (shape.layers, shape.width, shape.context) == (3, SIZES["small"].width, 99)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": "huge"}, r"size='huge': expected one of nano, tiny"),
+        ({"tokenizer": "words"}, r"tokenizer='words': expected one of bytes, bpe"),
+        ({"steps": 0}, r"steps=0: expected at least 1"),
+        ({"steps": 1.5}, r"steps=1.5: expected a whole number"),
+        ({"steps": True}, r"steps=True: expected a whole number"),
+        ({"learning_rate": float("nan")}, r"learning_rate=nan: expected 0 to 10"),
+        ({"dropout": 1.0}, r"dropout=1.0: expected 0 to 0.9"),
+        ({"keep": 1}, r"keep=1: expected 2 to 1000"),
+        ({"width": 100, "heads": 3}, r"width=100 and heads=3: expected a width divisible"),
+        ({"audit": "yes"}, r"audit='yes': expected true or false"),
+        ({"stepz": 1}, r"'stepz' is not a setting: expected one of accumulate"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_it_accepts(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(settings)
+
+
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read"):
+        from_toml(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("steps = = 1")
+    with pytest.raises(ConfigError, match=r"is not TOML"):
+        from_toml(broken)
+
+
+@given(st.sampled_from(sorted(CHOICES)), st.text(max_size=5))
+def test_no_choice_is_taken_that_is_not_listed(name: str, value: str) -> None:
+    if value in CHOICES[name]:
+        assert getattr(build({name: value}), name) == value
+    else:
+        with pytest.raises(ConfigError):
+            build({name: value})

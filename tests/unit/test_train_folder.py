@@ -1,0 +1,48 @@
+"""The folder of a run: nothing in it is written over."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.train.config import TrainConfig
+from paceline.train.folder import RunFolder
+
+
+def config_for(path: Path, **settings: object) -> TrainConfig:
+    return replace(TrainConfig(out=str(path)), **settings)  # type: ignore[arg-type]
+
+
+def test_a_run_is_taken_up_with_the_same_settings(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run")
+    assert RunFolder.prepare(config).config() == config
+    longer = replace(config, steps=2000, ranks=3)
+    assert RunFolder.prepare(longer).config().steps == 2000
+
+
+def test_a_run_is_not_taken_up_as_another_one(tmp_path: Path) -> None:
+    RunFolder.prepare(config_for(tmp_path / "run"))
+    with pytest.raises(
+        UsageError, match=r"was started with batch=8, got batch=4; .*expected batch=8, or another --out"
+    ):
+        RunFolder.prepare(config_for(tmp_path / "run", batch=4))
+    with pytest.raises(UsageError, match=r"holds a run already and resume='never' would write over it"):
+        RunFolder.prepare(config_for(tmp_path / "run", resume="never"))
+
+
+def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("important")
+    with pytest.raises(UsageError, match=r"is not empty and holds no run"):
+        RunFolder.prepare(config_for(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_metrics_are_cut_where_a_run_resumes(tmp_path: Path) -> None:
+    folder = RunFolder.prepare(config_for(tmp_path / "run"))
+    assert folder.cut_metrics(0) == 0
+    folder.metrics_file.write_text(
+        "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 8)) + '{"step": 8, "l'
+    )
+    assert folder.cut_metrics(5) == 2
+    assert [line["step"] for line in folder.metrics()] == [1, 2, 3, 4, 5]

@@ -1,0 +1,110 @@
+"""Parts of the trainer that need no ranks: the model, the rate, the page, the trackers, the sparkline."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.cli.train_screen import sparkline
+from paceline.errors import UsageError
+from paceline.train.config import TrainConfig
+from paceline.train.folder import RunFolder
+from paceline.train.model import GPT, matrices_and_vectors
+from paceline.train.report import facts, write_picture, write_report
+from paceline.train.schedule import rate_at
+from paceline.train.sizes import SIZES
+from paceline.train.trackers import open_trackers
+
+RESULT = {
+    "ended": "finished",
+    "steps": 3,
+    "ranks": 2,
+    "seconds": 1.5,
+    "parameters": 1000,
+    "source": "a <text>",
+    "held_out_per_byte": 2.0,
+    "tokens_per_second": 1e4,
+    "step_seconds": 0.1,
+    "overlap": 0.9,
+    "exposed_seconds": 0.01,
+    "gradient_difference": 1e-8,
+    "memory_planned": 2**20,
+    "memory_measured": 2**21,
+    "resumed_from": 1,
+    "redone_steps": 2,
+    "digest": "ab",
+    "sample": "<b>not bold</b>",
+}
+
+
+@pytest.mark.parametrize("size", ["nano", "tiny", "small"])
+def test_a_shape_knows_its_parameters(size: str) -> None:
+    net = GPT(SIZES[size], 256)
+    assert sum(p.numel() for p in net.parameters()) == SIZES[size].parameters(256)
+    matrices, vectors = matrices_and_vectors(net)
+    assert len(matrices) + len(vectors) == len(list(net.parameters()))
+
+
+def test_recomputed_activations_give_the_same_gradients() -> None:
+    tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(1))
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        net = GPT(SIZES["nano"], 256, checkpointing=checkpointing)
+        net(tokens, tokens).backward()
+        found.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_token_sees_no_later_one() -> None:
+    net = GPT(SIZES["nano"], 256).eval()
+    tokens = torch.randint(256, (1, 32), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[0, 20] += 1
+    with torch.no_grad():
+        assert torch.equal(net(tokens)[0, :20], net(changed)[0, :20])
+
+
+def test_the_rate_rises_and_falls() -> None:
+    config = TrainConfig(steps=100, warmup=10, learning_rate=1.0, final_rate=0.1)
+    rates = [rate_at(step, config) for step in range(100)]
+    assert rates[:10] == sorted(rates[:10]) and rates[9] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.usefixtures("fonts")
+def test_the_page_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path) -> None:
+    folder = RunFolder.prepare(TrainConfig(out=str(tmp_path / "run")))
+    folder.metrics_file.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 2, "held_out": 2.5}\n')
+    folder.write_result(RESULT)
+    assert write_picture(folder) is (find_spec("matplotlib") is not None)
+    write_report(folder)
+    page = folder.report_file.read_text()
+    assert "&lt;b&gt;not bold" in page and "a &lt;text&gt;" in page
+    assert "src=" not in page.replace('src="data:', "") and "href" not in page
+    assert ("resumed", "from step 1, 2 step(s) done again") in facts(RESULT)
+
+
+def test_trackers_are_known_by_name_and_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"'paper' is not known; expected some of tensorboard, wandb"):
+        open_trackers(TrainConfig(trackers="paper"), tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "trackio", None)
+    with pytest.raises(UsageError, match=r"trackio is not installed: pip install trackio"):
+        open_trackers(TrainConfig(trackers="trackio"), tmp_path)
+    assert open_trackers(TrainConfig(), tmp_path) == []
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    (tracker,) = open_trackers(replace(TrainConfig(), trackers="tensorboard"), tmp_path)
+    tracker.log({"loss": 1.5}, 3)
+    tracker.close()
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_a_sparkline_falls_with_its_series() -> None:
+    assert sparkline([4.0, 3.0, 2.0, 1.0], 4) == "█▆▃▁"
+    assert len(sparkline([float(n) for n in range(1000)], 60)) == 60
+    assert sparkline([1.0], 60) == "▁"
