@@ -1,6 +1,7 @@
 """A plan beside what a real process takes."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,14 +18,17 @@ MIB = 2**20
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("batch", [2, 8])
-def test_the_plan_is_within_a_tenth_of_what_training_takes(batch: int) -> None:
+def test_the_plan_is_within_a_tenth_of_what_tensors_take(batch: int) -> None:
+    """Every block is mapped by itself here: the holes in malloc's heap differ by a tenth from run to run."""
     shape = {"vocabulary": 2048, "width": 256, "layers": 4, "heads": 4, "context": 128}
     case = json.dumps([{"name": "small", **shape, "batch": batch}, "cpu", "float32", "auto"])
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}
     command = [sys.executable, str(ROOT / "benchmarks" / "plan_check.py"), "--one", case]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["planned_bytes"] == pytest.approx(result["measured_bytes"], rel=0.10)
+    without_holes = result["planned_bytes"] - result["lines"]["holes in malloc's heap"]
+    assert without_holes == pytest.approx(result["measured_bytes"], rel=0.10)
     assert result["closed_form_bytes"] == pytest.approx(result["planned_bytes"], rel=0.02)
 
 

@@ -54,8 +54,10 @@ class Screen:
 
     def conclude(self, job: Job, outcome: Outcome) -> None:
         """The launcher's last words, if there is something to say."""
-        if outcome.failure is not None and outcome.signal != "SIGINT":
+        if outcome.failure is not None and outcome.failure.ranks:
             self._fail([*outcome.failure.lines(), f"full logs: {job.run_dir}/rank_*.log"])
+        elif outcome.failure is not None:
+            self.note(str(outcome.failure))
         elif outcome.signal:
             self.note(f"ended by {outcome.signal}; logs: {job.run_dir}")
 

@@ -34,6 +34,7 @@ BETTER_CAUSE_S = 3.0
 INTERRUPT_S = 5.0
 KEEPER_S = 10.0
 LAST_READS = 256
+KEEPER_GONE = "the process that keeps the ranks was killed, and the kernel has ended the ranks with it"
 
 
 class Remote(Protocol):
@@ -188,7 +189,7 @@ class Attempt:
     def _hear_keeper(self) -> None:
         data = self._control.recv(1 << 16)
         if not data:
-            raise LaunchError("the process that keeps the ranks was killed, and the kernel has ended the ranks with it")
+            raise LaunchError(KEEPER_GONE)
         *lines, self._words = (self._words + data).split(b"\n")
         for line in lines:
             word: dict[str, Any] = json.loads(line)
@@ -245,7 +246,8 @@ class Attempt:
         if self._stopping_since is None:
             self._stopping_since = now
         grace = self._job.shutdown_timeout_s
-        self._kill_at = now + (min(INTERRUPT_S, grace) if number == signal.SIGINT else grace)
+        kill_at = now + (min(INTERRUPT_S, grace) if number == signal.SIGINT else grace)
+        self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
         self._pass_on(number)
         self._pass_on(signal.SIGCONT)  # a stopped rank would not hear it
 
@@ -276,7 +278,10 @@ class Attempt:
         self._say(signal=int(number), rank=None)
 
     def _say(self, **word: object) -> None:
-        self._control.sendall(json.dumps(word).encode() + b"\n")
+        try:
+            self._control.sendall(json.dumps(word).encode() + b"\n")
+        except OSError as error:
+            raise LaunchError(KEEPER_GONE) from error
 
     # The end -------------------------------------------------------------------------------------------------------
 

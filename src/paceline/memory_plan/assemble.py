@@ -14,8 +14,8 @@ GRADIENTS = "gradients"
 CUDA_CONTEXT_BYTES = 512 * MIB
 NCCL_BYTES = 512 * MIB
 INTERPRETER_BYTES = 384 * MIB
-# On the CPU the process is larger than its tensors. Measured with glibc on GPTs of 5 to 163 million parameters, where
-# the holes were 12 to 19 % of the blocks in its heap: benchmarks/plan_check.py.
+# On the CPU the process is larger than its tensors. With glibc the holes were 12 to 19 % of the blocks in its heap on
+# GPTs of 5 to 163 million parameters, and on one of them up to 35 % in one run of ten: they vary from run to run.
 HEAP_HOLES = 0.15
 LIBRARY_BYTES = 8 * MIB
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.memory_plan.closed_form import plan_params
 from paceline.memory_plan.measured import Peak
 from paceline.tell import tell
 from paceline.train.config import TrainConfig
@@ -40,7 +41,7 @@ class Checks:
         if self._steps == SETTLED_AFTER:
             self.measured = self._peak.nbytes() + self._net_bytes
             if self._world.rank == 0:
-                self.planned = planned_bytes(self._net, config, self._world)
+                self.planned = planned_bytes(self._net, config, text, self._world)
             self.difference = gradient_difference(self._net, samples_to_compare(text, self._world))
             tell("checked", planned=self.planned, measured=self.measured, difference=self.difference)
 
@@ -53,17 +54,23 @@ def warm_up(device: torch.device) -> None:
     torch.optim.AdamW(net.parameters(), fused=True).step()
 
 
-def planned_bytes(net: nn.Module, config: TrainConfig, world: paceline.World) -> int:
-    """The peak of one rank as paceline.plan foresees it."""
-    tokens = torch.zeros(config.batch, config.shape.context, dtype=torch.int64, device=world.device)
-    plan = paceline.plan(
-        net,
-        (tokens, tokens),
-        optimizer="adamw",
+def planned_bytes(net: nn.Module, config: TrainConfig, text: Text, world: paceline.World) -> int:
+    """The peak of one rank as `paceline plan` foresees it, from the numbers of the model."""
+    shape = config.shape
+    plan = plan_params(
+        sum(param.numel() for param in net.parameters()),
+        config.batch,
+        shape.context,
+        text.tokenizer.vocabulary,
+        layers=shape.layers,
+        width=shape.width,
+        heads=shape.heads,
         dtype=config.dtype,
         ranks=world.size,
         accumulate=config.accumulate,
         fused=True,
+        checkpointing=config.checkpointing,
+        device=world.device.type,
     )
     return plan.total
 

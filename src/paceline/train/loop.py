@@ -8,7 +8,6 @@ step_once()   one optimizer step
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
 def train(run: Run, preemption: "paceline.Preemption") -> str:
     """Step until the end, or until some rank is asked to stop. Returns "finished" or "stopped"."""
     config = run.config
-    batches = forever(run.loader)
+    batches = run.loader.endless()
     while run.step < config.steps:
         began = time.perf_counter()
         run.progress.note(Phase.DATA, run.step)
@@ -58,7 +57,7 @@ def train(run: Run, preemption: "paceline.Preemption") -> str:
         fetched = time.perf_counter()
         run.progress.note(Phase.FORWARD, run.step)
         loss, norm = step_once(run, micros)
-        run.loader.commit()
+        run.loader.commit(step=run.step)
         mean_loss, stop, now = over_ranks(loss, *asked(preemption))
         numbers = StepNumbers(
             run.step,
@@ -119,12 +118,6 @@ def asked(preemption: "paceline.Preemption") -> tuple[float, float]:
     return float(stop), float(now)
 
 
-def forever(loader: "paceline.Loader[Sample]") -> Iterator[Sample]:
-    """One epoch after another."""
-    while True:
-        yield from loader
-
-
 def to_device(sample: Sample, device: torch.device) -> Sample:
     tokens, targets = sample
     return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -151,7 +144,12 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
         model=torch.compile(model) if config.compile else model,
         optimizer=adamw(net, config),
         loader=paceline.Loader(
-            text.train, config.batch, seed=config.seed, ledger=folder.path / "ledger" if config.audit else None
+            text.train,
+            config.batch,
+            seed=config.seed,
+            manual_commit=True,  # a step may take several batches
+            reseed=False,  # reading a sample draws no random numbers
+            ledger=folder.path / "ledger" if config.audit else None,
         ),
         checkpoints=paceline.Checkpointer(
             folder.checkpoints,
