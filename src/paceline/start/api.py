@@ -12,6 +12,7 @@ from paceline.errors import IllegalMove, UsageError, WorldNotFormed
 from paceline.start.meet import meet
 from paceline.world import World
 
+LEAVE_S = 2.0  # how long rank 0 waits for the others to leave
 NAMES = ("ws", "rank", "grank", "lrank", "pg")
 
 
@@ -56,7 +57,21 @@ def init(
 def shutdown() -> None:
     """Leave the world: destroy all process groups. Does nothing when there are none."""
     if dist.is_initialized():
+        _leave_store()
         dist.destroy_process_group()
+
+
+def _leave_store() -> None:
+    """Let rank 0, whose process holds the store, go last: others may still read there that it came to a barrier."""
+    store = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + LEAVE_S
+    try:
+        left = store.add("paceline left", 1)
+        while dist.get_rank() == 0 and left < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.002)
+            left = store.add("paceline left", 0)
+    except (RuntimeError, ValueError):  # the store is gone already, or is one that cannot count: nobody waits there
+        return
 
 
 def get(name: str, group: dist.ProcessGroup | None = None) -> "int | dist.ProcessGroup":

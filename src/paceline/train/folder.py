@@ -77,7 +77,7 @@ class RunFolder:
         kept = [line for line in lines if line["step"] <= step]
         if self.metrics_file.exists():
             _replace(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
-        return max((line["step"] for line in lines), default=step) - step if lines else 0
+        return max(0, max((line["step"] for line in lines), default=0) - step)
 
 
 def _new_name() -> Path:

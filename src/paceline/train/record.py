@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import dataclass
+from typing import TextIO
 
 from paceline.observe.overlap import read_overlap
 from paceline.tell import tell
@@ -31,7 +32,8 @@ class Record:
     def __init__(self, config: TrainConfig, folder: RunFolder, rank: int, ranks: int) -> None:
         self._writes = rank == 0
         self._ranks = ranks
-        self._file = folder.metrics_file.open("a", encoding="utf-8") if self._writes else None
+        self._path = folder.metrics_file
+        self._file: TextIO | None = None  # opened by the first line: a run that resumes replaces the file before it
         self._trackers = open_trackers(config, folder.path) if self._writes else []
         self._begun = time.monotonic()
         self.seconds: list[float] = []
@@ -64,9 +66,12 @@ class Record:
         self._write({"step": step, "held_out": loss, "held_out_per_byte": loss_per_byte})
 
     def _write(self, line: dict[str, float]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+        if not self._writes:
+            return
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
         for tracker in self._trackers:
             tracker.log({name: value for name, value in line.items() if name != "step"}, int(line["step"]))
 
