@@ -75,6 +75,11 @@ class Transport(Protocol):
     def watch(self) -> Watch: ...
 
     @property
+    def alone(self) -> bool:
+        """Whether no other rank takes part. A group written in Python may reach further than its size says."""
+        ...
+
+    @property
     def inline(self) -> bool:
         """Whether the calling thread itself does the work of a collective, inside `progress` and `wait`.
 

@@ -25,6 +25,10 @@ class LocalTransport:
         return self._watch
 
     @property
+    def alone(self) -> bool:
+        return True
+
+    @property
     def inline(self) -> bool:
         return True
 

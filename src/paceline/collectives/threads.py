@@ -134,6 +134,10 @@ class ThreadTransport:
         return self._watch
 
     @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    @property
     def inline(self) -> bool:
         return False
 

@@ -92,6 +92,10 @@ class TorchDistTransport:
         return self._watch
 
     @property
+    def alone(self) -> bool:
+        return self._size == 1 and not self._is_python
+
+    @property
     def inline(self) -> bool:
         return False
 

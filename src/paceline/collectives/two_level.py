@@ -199,6 +199,10 @@ class TwoLevelTransport:
         return self._inside.watch
 
     @property
+    def alone(self) -> bool:
+        return False
+
+    @property
     def inline(self) -> bool:
         return False  # what takes long, the way between hosts, goes on beside the computing thread
 

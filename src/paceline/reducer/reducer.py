@@ -262,7 +262,7 @@ class Reducer:
         know which of them took part: a world of one costs nothing over the bare module.
         """
         return (
-            self.transport.size == 1
+            self.transport.alone
             and self.reduction.trivial_alone
             and self.weighting.plain
             and not self.settings.hold

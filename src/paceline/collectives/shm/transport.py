@@ -74,6 +74,10 @@ class ShmTransport:
         return self._watch
 
     @property
+    def alone(self) -> bool:
+        return False
+
+    @property
     def inline(self) -> bool:
         return True
 
