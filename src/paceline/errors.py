@@ -16,7 +16,12 @@ PacelineError
 ├── SharedMemoryFull      (MemoryError)   there is not enough memory for what ranks of one host share
 ├── UnusedParameters      (RuntimeError)  unused="error" and a parameter took no part in a backward
 ├── GraphChanged          (RuntimeError)  static_graph=True and the graph is not static
-└── UnreducedGradients    (RuntimeError)  an optimizer step on gradients that were never reduced
+├── UnreducedGradients    (RuntimeError)  an optimizer step on gradients that were never reduced
+├── CheckpointError                       its kinds stand in `checkpoint/faults.py`
+├── DataDiffers           (ValueError)    ranks were given different data: `data/mistakes.py`
+├── WorkerDied, LedgerBroken              of the loader and its ledger: `data/workers.py`, `data/ledger.py`
+├── PlanError, ConfigError, CorpusError (ValueError)  a number or text that cannot be planned, trained with, trained on
+└── LaunchError           (RuntimeError)  the ranks could not be started: `launch/job.py`
 
 The builtin bases are those that torch raises in the same place, so `except` clauses written for torch keep working.
 """
