@@ -1,5 +1,6 @@
 """Reductions over real processes: equal on all ranks, and where the order is fixed, equal to those of threads."""
 
+import time
 from typing import Any
 
 import pytest
@@ -114,6 +115,22 @@ def over_a_group_without_exchange(rank: int, size: int) -> str:
 def test_a_fixed_order_that_a_group_cannot_have_is_refused_when_the_model_is_wrapped(procs: Pool) -> None:
     for message in procs(2).run(over_a_group_without_exchange):
         assert message.startswith("FixedOrder sends every rank its slice of a bucket")
+
+
+def wait_for_a_late_rank(rank: int, size: int) -> float:
+    assert dist.group.WORLD is not None
+    if rank == 1:
+        time.sleep(0.5)
+    model = DDP(mlp(5, 7, 3), process_group=PythonGroup(dist.group.WORLD))
+    if rank == 1:
+        time.sleep(0.5)
+    model(torch.full((2, 5), float(rank + 1))).sum().backward()
+    return float(sum(p.grad.abs().sum() for p in model.parameters() if p.grad is not None))
+
+
+def test_a_group_written_in_python_is_waited_for(procs: Pool) -> None:
+    first, second = procs(2).run(wait_for_a_late_rank)
+    assert first == second > 0
 
 
 def move_to_a_larger_group(rank: int, size: int, name: str) -> bytes:

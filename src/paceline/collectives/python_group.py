@@ -50,10 +50,12 @@ class _PythonWork:
 
     def _wait_raw(self, seconds: float) -> bool:
         try:
-            return bool(self._raw.wait(timedelta(seconds=seconds)))
+            return bool(self._raw.wait(timedelta(seconds=max(seconds, 0.001))))  # gloo takes 0 ms for "no limit"
         except TypeError:  # it need not take a timeout
             return bool(self._raw.wait())
         except RuntimeError as error:
+            if "timed out" in str(error).lower():  # of gloo, which it may wrap: the slice is over, nothing else
+                return False
             if "not implemented" not in str(error):
                 raise
             return FutureWork(self._raw.get_future()).wait(seconds)  # a work made from a future takes no timeout
