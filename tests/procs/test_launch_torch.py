@@ -74,7 +74,7 @@ def start(folder: Path, *flags: str, prefix: tuple[str, ...] = (), secret: str =
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PACELINE_JOB_SECRET": secret},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PACELINE_JOB_SECRET": secret},
     )
 
 

@@ -28,7 +28,8 @@ SETTINGS = (
     "--eval-samples",
     "8",
 )
-QUICK = (*SETTINGS, "--save-every", "4", "--sample", "20", "--dropout", "0.1", "--seed", "3", "--threads", "1")
+TWO = ("--device", "cpu", "--ranks", "2")
+QUICK = (*SETTINGS, "--save-every", "4", "--sample", "20", "--dropout", "0.1", "--seed", "3", "--threads", "1", *TWO)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +184,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     short = tmp_path / "short.txt"
     short.write_text("too little text to train on, " * 20)
-    training = start("run", *(argument.replace("{short}", str(short)) for argument in arguments))
+    training = start("run", *TWO, *(argument.replace("{short}", str(short)) for argument in arguments))
     assert training.ended() == 2, training.output()
     lines = training.output().strip().splitlines()
     assert message in lines[-1] and lines[-1].startswith("paceline train: ")

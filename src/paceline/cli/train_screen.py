@@ -18,7 +18,6 @@ from paceline.train.report import facts
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
 PLAIN_EVERY_S = 5.0
-USAGE_EXIT = 2
 STOPPED_EXIT = 128 + 15  # as a process that SIGTERM has ended
 
 
@@ -38,6 +37,7 @@ class Screen:
         self._first_step_at = 0.0
         self._shown_at = 0.0
         self._note = "starting"
+        self._refused = ""  # why a rank would not go on, in its own words
 
     # ---- what the supervisor calls
 
@@ -55,6 +55,8 @@ class Screen:
     def told(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         if kind == "step":
             self._stepped(rank, fields)
+        elif kind == "refused":
+            self._refused = fields["text"]
         elif rank != 0:
             return
         elif kind == "ready":
@@ -140,9 +142,8 @@ class Screen:
         self._fold.flush(float("inf"))
         if failure is None or outcome.signal:
             self._print(f"paceline train: ended by {outcome.signal or 'a rank'}; run: {self._folder.path}")
-        elif outcome.exit_code == USAGE_EXIT and failure.kind == "exit" and failure.details:
-            log = self._folder.path / f"rank_{failure.ranks[0]}.log"
-            self._print(f"paceline train: {log.read_text().rstrip().splitlines()[-1]}")
+        elif self._refused:
+            self._print(f"paceline train: {self._refused}")
         else:
             for line in (*failure.lines(), f"full logs: {self._folder.path}/rank_*.log"):
                 self._print(line)

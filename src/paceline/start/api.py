@@ -31,7 +31,7 @@ def init(
 
     Everything is read from the launcher's environment; an argument wins over a variable. With no launcher it is a
     world of one. The device is CUDA device number `local_rank` where there is one (it is made the current device),
-    else the CPU; the backend is gloo for CPU tensors and NCCL for CUDA tensors.
+    else the CPU; the backend is gloo for CPU tensors and, on a CUDA device, NCCL for CUDA tensors.
 
     Raises `WorldNotFormed` with the missing ranks when some do not arrive within `timeout` seconds. Calling it again
     returns the world that is already there.
@@ -48,7 +48,7 @@ def init(
     chosen = world.device if device is None else _device(device)
     if not formed:
         # All that can be refused has been: from here on others may wait for this rank.
-        _form(world, backend or _default_backend(), timeout, chosen)
+        _form(world, backend or _default_backend(chosen), timeout, chosen)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return replace(world, device_name=str(chosen))
@@ -121,8 +121,9 @@ def _device(device: torch.device | str) -> torch.device:
     return chosen
 
 
-def _default_backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+def _default_backend(device: torch.device) -> str:
+    """A rank that was told to stay on the CPU needs no NCCL, which would not have two ranks on one GPU."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
 def _form(world: World, backend: str, timeout: float, device: torch.device) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.checkpoint.faults import NotSaved
 from paceline.errors import PacelineError, UsageError
+from paceline.tell import tell
 from paceline.train.folder import RunFolder
 
 
@@ -26,5 +27,6 @@ if __name__ == "__main__":
     except PacelineError as error:
         if not isinstance(error, UsageError | NotSaved):
             raise
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")  # the launcher shows it
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        tell("refused", text=str(error))  # the launcher shows it in the place of a failure
         sys.exit(2 if isinstance(error, UsageError) else 1)
