@@ -1,4 +1,4 @@
-"""Your own model in 40 lines. The same file runs under every launcher, and alone.
+"""Your own model, in a short loop. The same file runs under every launcher, and alone.
 
 paceline run -n 2 examples/own_model.py
 torchrun --standalone --nproc-per-node 2 examples/own_model.py
@@ -32,6 +32,8 @@ def main(folder: Path) -> None:
     step = 0
     if checkpoints.latest():
         step = checkpoints.load(model=model, optimizer=optimizer, loader=loader).step
+        if world.rank == 0:
+            print(f"goes on after step {step} of {folder}; delete it to start anew", flush=True)
     while loader.epoch < EPOCHS:
         for x, y in loader:
             loss = nn.functional.mse_loss(model(x.to(world.device)), y.to(world.device))

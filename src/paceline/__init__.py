@@ -1,6 +1,7 @@
 """paceline: data-parallel training for PyTorch."""
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def __getattr__(name: str) -> Any:
         # Kept in the module, so that this function is asked once per name.
         value = globals()[name] = getattr(import_module(f"paceline.{_HOMES[name]}"), name)
         return value
+    if name == "__version__":
+        return version("paceline")
     if name in _FOLDERS:
         return import_module(f"paceline.{name}")
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -112,7 +112,7 @@ def miss_a_stopped_one(rank: int, size: int) -> list[str]:
 def test_a_stopped_rank_is_named_and_missed_at_the_timeout(procs: Pool) -> None:
     report, error = procs(2).run(miss_a_stopped_one)[0]
     assert report.startswith("rank 0 has waited 3")
-    assert "s in bucket 1 of backward 17 for rank 1, which waits in nothing (stopped, pid " in report
+    assert "s in bucket 1 of backward 17 for rank 1, which is in no collective (stopped, pid " in report
     assert error.startswith("waited 4")
     assert "in bucket 1 of backward 17 for rank 1, more than timeout=4 s" in error
 

@@ -9,6 +9,7 @@ import torch
 
 from paceline.cli.train_screen import sparkline
 from paceline.errors import UsageError
+from paceline.train import trackers
 from paceline.train.config import TrainConfig
 from paceline.train.folder import RunFolder
 from paceline.train.model import GPT, matrices_and_vectors
@@ -20,6 +21,7 @@ from paceline.train.trackers import open_trackers
 RESULT = {
     "ended": "finished",
     "steps": 3,
+    "own_steps": 2,
     "ranks": 2,
     "seconds": 1.5,
     "parameters": 1000,
@@ -90,7 +92,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path) -
 def test_trackers_are_known_by_name_and_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"'paper' is not known; expected some of tensorboard, wandb"):
         open_trackers(TrainConfig(trackers="paper"), tmp_path)
-    monkeypatch.setitem(__import__("sys").modules, "trackio", None)
+    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"trackio is not installed: pip install trackio"):
         open_trackers(TrainConfig(trackers="trackio"), tmp_path)
     assert open_trackers(TrainConfig(), tmp_path) == []

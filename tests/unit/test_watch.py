@@ -106,7 +106,7 @@ def test_absent_ranks_are_reported_by_name(store: HashStore, caplog: pytest.LogC
         for waited_s in (2.9, 3.2, 3.3, 9.9):
             watch.look("bucket 1", waited_s)
     (line,) = caplog.messages
-    assert line.startswith("rank 0 has waited 3.2 s in bucket 1 for rank 1, which waits in nothing (alive, pid ")
+    assert line.startswith("rank 0 has waited 3.2 s in bucket 1 for rank 1, which is in no collective (alive, pid ")
     assert "; last wait: bucket 7 of backward 1); rank 2, which has waited " in line
     assert line.endswith("s in buffers; rank 3, which has not announced itself to this group yet")
 

@@ -1,10 +1,19 @@
 """The commands, put together."""
 
+from importlib.metadata import version as version_of
+from typing import Annotated
+
 import typer
 
 from paceline.cli.bench import build_bench
 from paceline.cli.plan import plan_command
 from paceline.cli.train import build_train
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version_of("paceline"))
+        raise typer.Exit
 
 
 def build_app() -> typer.Typer:
@@ -25,7 +34,11 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Show the version.")
+    ] = False,
+) -> None:
     """Data-parallel training for PyTorch."""
 
 

@@ -18,7 +18,7 @@ FILES = {
 
 def build_bench() -> typer.Typer:
     app = typer.Typer(
-        help="Measure paceline beside its peers, in turns, in one run. Without a command: `step`, in under a minute.",
+        help="Measure paceline beside its peers, in turns, in one run. Without a command: `step`, in about a minute.",
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_quick)

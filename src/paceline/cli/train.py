@@ -23,7 +23,7 @@ def build_train() -> Callable[..., None]:
     def train(config: Path | None, print_config: bool, **given: Any) -> None:
         settings = {name: value for name, value in given.items() if value is not None}
         try:
-            chosen = build({**(from_toml(config) if config else {}), **settings})
+            chosen = build({**base_of(config, settings.get("out")), **settings})
             if print_config:
                 typer.echo(to_toml(chosen), nl=False)
                 return
@@ -42,7 +42,7 @@ def build_train() -> Callable[..., None]:
         ),
     ]
     for item in fields(TrainConfig):
-        text = f"{item.metadata['about']} [default: {item.default!r}]" if item.default != "" else item.metadata["about"]
+        text = f"{item.metadata['about']} (default {item.default})" if item.default != "" else item.metadata["about"]
         kind = type(item.default)
         parameters.append(
             _parameter(item.name, Annotated[kind | None, typer.Option(help=text, show_default=False)], None)
@@ -57,14 +57,23 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
+def base_of(file: Path | None, out: str | None) -> dict[str, Any]:
+    """The settings that flags are laid over: those of a file, or of the run that --out names."""
+    if file is None and out and (Path(out) / "config.toml").exists():
+        return from_toml(Path(out) / "config.toml")
+    return from_toml(file) if file else {}
+
+
 def start(config: TrainConfig) -> int:
     """Run the ranks of a training run under the supervisor, and show what they tell."""
     from paceline.cli.train_screen import closing_words, open_screen
     from paceline.launch import Job, gpu_count, supervise
     from paceline.train.corpus import find_files
     from paceline.train.folder import RunFolder
+    from paceline.train.trackers import check_installed
 
     find_files(config.data)  # before anything is written or started
+    check_installed(config)
     folder = RunFolder.prepare(config)
     gpus = 0 if config.device == "cpu" else gpu_count()
     ranks = config.ranks or gpus or 2

@@ -1,8 +1,11 @@
 """What the launcher of `paceline train` shows: a live display on a terminal, plain lines elsewhere."""
 
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -181,23 +184,26 @@ def closing_words(folder: RunFolder) -> int:
         )
         console.print(f"go on with: paceline train --config {folder.config_file} --out {folder.path}", soft_wrap=True)
         return STOPPED_EXIT
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for name, text in facts(result):
-        table.add_row(name, Text(text))
-    table.add_row("checkpoint", Text(str(folder.checkpoints)))
-    table.add_row("report", Text(str(folder.report_file)))
     if result["sample"]:
-        console.rule("a sample", style="dim")
-        console.print(result["sample"], markup=False, highlight=False)
+        console.rule("a sample, after some words of held-out text", style="dim")
+        console.print(result["sample"], markup=False, highlight=False, soft_wrap=True)
         console.rule(style="dim")
-    console.print(table)
+    for name, text in (*facts(result), ("checkpoints", str(folder.checkpoints)), ("report", str(folder.report_file))):
+        console.print(f"{name:<23}{text}", markup=False, highlight=False, soft_wrap=True)
     console.print("\nNext:", style="bold")
-    for command in (
-        f"paceline train --steps {2 * result['steps']} --out {folder.path}   # goes on where this run ended",
-        "paceline bench                                                # beside torch's DDP, on this machine",
-        "paceline run -n 2 examples/own_model.py                       # your own model",
-    ):
+    for command in next_commands(folder, result["steps"]):
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def next_commands(folder: RunFolder, steps: int) -> list[str]:
+    """Three things to try, spelled so that they can be copied."""
+    program = "paceline" if shutil.which("paceline") else sys.argv[0]
+    example = "examples/own_model.py" if Path("examples/own_model.py").exists() else "your_script.py"
+    commands = {
+        f"{program} train --out {folder.path} --steps {2 * steps}": "goes on, with the rate of the longer schedule",
+        f"{program} bench": "beside torch's DDP, on this machine",
+        f"{program} run -n 2 {example}": "your own model",
+    }
+    width = max(map(len, commands))
+    return [f"{command:<{width}}   # {about}" for command, about in commands.items()]

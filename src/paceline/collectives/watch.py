@@ -349,7 +349,7 @@ class StoreWatch:
         if record.wait is not None:
             return f"which has waited {max(0.0, time.time() - record.wait.since):.1f} s in {record.wait.what}"
         last = f"; last wait: {record.last}" if record.last else ""
-        return f"which waits in nothing{self._state(peer, last)}"
+        return f"which is in no collective{self._state(peer, last)}"
 
     def _state(self, peer: int, more: str = "") -> str:
         record = self._records.get(peer)

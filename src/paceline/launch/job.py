@@ -80,8 +80,8 @@ class Job:
     def _check_nodes(self) -> None:
         if is_loopback(self.master_addr) or not self.master_port:
             raise UsageError(
-                f"{self.nodes} machines meet at an address of machine 0 that all of them reach: expected master_addr "
-                f"and master_port, got {self.master_addr}:{self.master_port}"
+                f"{self.nodes} machines need --master-addr, an address of machine 0 that the others reach, and "
+                f"--master-port: got {self.master_addr}:{self.master_port}, which no other machine reaches"
             )
         if len(self.secret) < MIN_SECRET:
             raise UsageError(

@@ -39,6 +39,7 @@ def result_of(run: Run, held_out: float | None) -> dict[str, object]:
     losses = [line["loss"] for line in run.folder.metrics() if "loss" in line]
     return {
         "steps": run.step,
+        "own_steps": len(record.seconds),  # of this attempt
         "ranks": run.world.size,
         "device": str(run.device),
         "final_loss": losses[-1] if losses else None,

@@ -72,14 +72,14 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("model", f"{result['parameters'] / 1e6:.2f} M parameters on {result['ranks']} rank(s)"),
         ("text", str(result["source"])),
-        ("steps", f"{result['steps']} in {result['seconds']:.0f} s"),
+        ("steps", f"{result['steps']}, of which {result['own_steps']} now, in {result['seconds']:.0f} s"),
         ("speed", f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_seconds'] * 1e3:.1f} ms a step"),
     ]
     if result["held_out_per_byte"] is not None:
         lines.insert(3, ("loss on held-out text", f"{result['held_out_per_byte']:.3f} nats per byte"))
     if result["overlap"] is not None:
         hidden = f"{result['overlap']:.0%} hidden behind backward"
-        lines.append(("communication", f"{hidden}, {result['exposed_seconds'] * 1e3:.2f} ms a step exposed"))
+        lines.append(("communication", f"{hidden}, {result['exposed_seconds'] * 1e3:.2f} ms a step exposed (medians)"))
     if result["gradient_difference"] is not None:
         lines.append(("against one process", f"largest gradient difference {result['gradient_difference']:.1e}"))
     if result["memory_measured"]:
