@@ -156,6 +156,16 @@ def test_stopped_and_resumed_is_the_run_that_was_not_stopped(quiet: Training, te
     assert second.result()["digest"] == quiet.result()["digest"]
 
 
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_finished_run_is_found_finished(quiet: Training) -> None:
+    before = quiet.result()
+    again = Training(quiet.folder)
+    assert again.ended() == 0, again.output()
+    after = again.result()
+    assert (after["digest"], after["steps"], after["own_steps"]) == (before["digest"], 16, 0)
+    assert after["step_seconds"] == before["step_seconds"] and after["memory_measured"] == before["memory_measured"]
+
+
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_a_killed_rank_is_named_and_the_run_ends_by_itself(quiet: Training, text: Path, start: Any) -> None:
     training = start("run", *QUICK, "--data", str(text), "--max-restarts", "3")

@@ -16,13 +16,23 @@ def config_for(path: Path, **settings: object) -> TrainConfig:
 
 def test_a_run_is_taken_up_with_the_same_settings(tmp_path: Path) -> None:
     config = config_for(tmp_path / "run")
-    assert RunFolder.prepare(config).config() == config
+    first = RunFolder.prepare(config)
+    assert first.config() == config
+    first.release()
     longer = replace(config, steps=2000, ranks=3)
-    assert RunFolder.prepare(longer).config().steps == 2000
+    again = RunFolder.prepare(longer)
+    assert again.config().steps == 2000
+    again.release()
 
 
 def test_a_run_is_not_taken_up_as_another_one(tmp_path: Path) -> None:
-    RunFolder.prepare(config_for(tmp_path / "run"))
+    first = RunFolder.prepare(config_for(tmp_path / "run"))
+    with pytest.raises(UsageError, match=r"another `paceline train` is at work"):
+        RunFolder.prepare(config_for(tmp_path / "run"))
+    first.release()
+    RunFolder.prepare(config_for(tmp_path / "run", batch=4)).release()  # no step was made with the other value
+    RunFolder.prepare(config_for(tmp_path / "run")).release()
+    first.metrics_file.write_text('{"step": 1, "loss": 1.0}\n')
     with pytest.raises(
         UsageError, match=r"was started with batch=8, got batch=4; .*expected batch=8, or another --out"
     ):
@@ -40,9 +50,16 @@ def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_metrics_are_cut_where_a_run_resumes(tmp_path: Path) -> None:
     folder = RunFolder.prepare(config_for(tmp_path / "run"))
+    folder.release()
     assert folder.cut_metrics(0) == 0
     folder.metrics_file.write_text(
         "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 8)) + '{"step": 8, "l'
     )
     assert folder.cut_metrics(5) == 2
     assert [line["step"] for line in folder.metrics()] == [1, 2, 3, 4, 5]
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"is not a folder"):
+        RunFolder.prepare(config_for(tmp_path / "file"))

@@ -79,6 +79,7 @@ def test_the_rate_rises_and_falls() -> None:
 @pytest.mark.usefixtures("fonts")
 def test_the_page_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path) -> None:
     folder = RunFolder.prepare(TrainConfig(out=str(tmp_path / "run")))
+    folder.release()
     folder.metrics_file.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 2, "held_out": 2.5}\n')
     folder.write_result(RESULT)
     assert write_picture(folder) is (find_spec("matplotlib") is not None)
@@ -110,3 +111,5 @@ def test_a_sparkline_falls_with_its_series() -> None:
     assert sparkline([4.0, 3.0, 2.0, 1.0], 4) == "█▆▃▁"
     assert len(sparkline([float(n) for n in range(1000)], 60)) == 60
     assert sparkline([1.0], 60) == "▁"
+    assert sparkline([2.0, float("nan"), 1.0, float("inf")], 60) == "█▁"
+    assert sparkline([float("nan")], 60) == ""

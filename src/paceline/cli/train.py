@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 from paceline.train.config import TrainConfig, build, from_toml, to_toml
 
 ABOUT = """Train a GPT from scratch on several ranks of this machine, with no download.
@@ -30,7 +30,7 @@ def build_train() -> Callable[..., None]:
             code = start(chosen)
         except PacelineError as error:
             typer.echo(f"paceline train: {error}", err=True)
-            raise typer.Exit(2) from None
+            raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
         raise typer.Exit(code)
 
     parameters = [
@@ -60,7 +60,8 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 def base_of(file: Path | None, out: str | None) -> dict[str, Any]:
     """The settings that flags are laid over: those of a file, or of the run that --out names."""
     if file is None and out and (Path(out) / "config.toml").exists():
-        return from_toml(Path(out) / "config.toml")
+        found = from_toml(Path(out) / "config.toml")
+        return {name: value for name, value in found.items() if name not in ("resume", "out")}
     return from_toml(file) if file else {}
 
 
@@ -82,6 +83,7 @@ def start(config: TrainConfig) -> int:
         ranks=ranks,
         run_dir=folder.path,
         max_restarts=config.max_restarts,
+        final_codes=frozenset({2}),  # what a rank refuses it would refuse again
     )
     with open_screen(config, ranks, folder) as screen:
         outcome = supervise(job, screen)

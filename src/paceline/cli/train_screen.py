@@ -1,5 +1,6 @@
 """What the launcher of `paceline train` shows: a live display on a terminal, plain lines elsewhere."""
 
+import math
 import shutil
 import sys
 import time
@@ -77,6 +78,8 @@ class Screen:
             self._print(f"resumed from step {fields['step']}; {fields['redone']} step(s) are done again")
             for skipped in fields["skipped"]:
                 self._print(f"passed over a checkpoint: {skipped}")
+        elif kind == "trouble":
+            self._print(fields["text"])
         elif kind == "saved" and fields["problem"]:
             self._print(f"step {fields['step']:5d}   checkpoint NOT saved: {fields['problem']}")
 
@@ -166,7 +169,10 @@ def open_screen(config: TrainConfig, ranks: int, folder: RunFolder) -> AbstractC
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Means of equal parts of the series, as bars between its lowest and highest."""
+    """Means of equal parts of the series, as bars between its lowest and highest. What is not finite is left out."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return ""
     count = min(width, len(values))
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [sum(part) / len(part) for part in parts]
@@ -179,10 +185,11 @@ def closing_words(folder: RunFolder) -> int:
     result = folder.result()
     console = Console()
     if result["ended"] == "stopped":
-        console.print(
-            f"stopped as asked after step {result['steps']}, which is saved in {folder.checkpoints}", soft_wrap=True
-        )
-        console.print(f"go on with: paceline train --config {folder.config_file} --out {folder.path}", soft_wrap=True)
+        for line in (
+            f"stopped as asked after step {result['steps']}, which is saved in {folder.checkpoints}",
+            f"go on with: paceline train --out {folder.path}",
+        ):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         return STOPPED_EXIT
     if result["sample"]:
         console.rule("a sample, after some words of held-out text", style="dim")

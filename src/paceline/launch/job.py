@@ -24,6 +24,7 @@ class Job:
     `command` is executed once for each rank. `master_addr` and `master_port` are where the launchers of several
     machines meet; on one machine ranks meet on loopback, at any free port when the port is 0. `secret` is what
     launchers of several machines must share. `gpu_ids` are the devices that ranks see, in order.
+    Ranks that end with one of `final_codes` are not started again.
     `hang_timeout_s` replaces the learned timeout of the watchdog; 0 turns the watchdog off.
     """
 
@@ -37,6 +38,7 @@ class Job:
     gpu_ids: tuple[int, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
+    final_codes: frozenset[int] = frozenset()
     hang_timeout_s: float | None = None
     shutdown_timeout_s: float = 30.0
     join_timeout_s: float = 600.0

@@ -46,7 +46,7 @@ def _attempts(job: Job, listener: Listener, requests: Requests, nodes: Nodes) ->
     while True:
         seat = nodes.begin(attempt, patience)
         result = Attempt(job, seat, listener, requests, nodes).run()
-        again = attempt < job.max_restarts and not result.signal
+        again = attempt < job.max_restarts and not result.signal and result.exit_code not in job.final_codes
         verdict = nodes.settle(_told_to_others(result), again, patience)
         if not verdict.again or verdict.failure is None:
             return _outcome(result, verdict.failure, attempt)

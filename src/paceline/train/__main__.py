@@ -1,6 +1,7 @@
 """One rank of `paceline train`: `python -m paceline.train FOLDER`, started by a launcher."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def main(folder: RunFolder) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # "save and go on": there is nothing to save before the first step
     try:
         main(RunFolder(Path(sys.argv[1])))
     except PacelineError as error:

@@ -1,5 +1,6 @@
 """What of a run goes into a checkpoint, and how a run is taken up from one."""
 
+import os
 from pathlib import Path
 
 import paceline
@@ -29,14 +30,17 @@ def named(path: Path) -> Path:
 def resume(run: Run) -> None:
     """Take up the newest checkpoint of the run, or the one that was asked for, if there is one."""
     config = run.config
-    if config.resume == "never":
+    # What --resume says is for the first attempt; a restart goes on from what this run has saved.
+    wish = "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else config.resume
+    if wish == "never":
         return
-    wanted = "latest" if config.resume == "auto" else named(Path(config.resume))
+    wanted = "latest" if wish == "auto" else named(Path(wish))
     try:
         found = run.checkpoints.load(wanted, model=run.net, optimizer=run.optimizer, loader=run.loader)
     except paceline.NoCheckpoint as error:
-        if error.skipped or config.resume != "auto":
+        if error.skipped or wish != "auto":
             raise
+        forget_after(run, 0)
         return
     if found.more["tokenizer"] != run.text.tokenizer.digest():
         raise paceline.errors.UsageError(
@@ -44,6 +48,12 @@ def resume(run: Run) -> None:
             f"makes now; resume with the tokenizer and the data of that run"
         )
     run.step = run.saved_at = run.resumed_from = found.step
-    run.redone = run.folder.cut_metrics(found.step) if run.world.rank == 0 else 0
+    forget_after(run, found.step)
     tell("resumed", step=found.step, redone=run.redone, skipped=[str(skipped) for skipped in found.skipped])
+
+
+def forget_after(run: Run, step: int) -> None:
+    """Numbers of steps that are done again are written again."""
+    if run.world.rank == 0:
+        run.redone = run.folder.cut_metrics(step)
     paceline.barrier()

@@ -8,6 +8,11 @@ from paceline.train.evaluate import held_out_loss, write_sample
 from paceline.train.report import write_picture, write_report
 from paceline.train.run import Run
 
+MEASURED = (
+    *("tokens_per_second", "step_seconds", "exposed_seconds", "overlap"),
+    *("gradient_difference", "memory_planned", "memory_measured"),
+)
+
 
 def close_run(run: Run, ended: str, seconds: float) -> None:
     """All ranks call it; rank 0 writes the files. One that was asked to stop has little time: it evaluates nothing."""
@@ -23,12 +28,18 @@ def close_run(run: Run, ended: str, seconds: float) -> None:
         paceline.export_weights(run.net, run.folder.weights_file)
     sample = write_sample(run) if finished and run.config.sample else ""
     run.folder.write_result(
-        result_of(run, held_out) | {"ended": ended, "seconds": seconds, "digest": digest, "sample": sample}
+        kept(run) | result_of(run, held_out) | {"ended": ended, "seconds": seconds, "digest": digest, "sample": sample}
     )
     if finished:
         write_picture(run.folder)
         write_report(run.folder)
     tell("result", digest=digest, ended=ended, step=run.step)
+
+
+def kept(run: Run) -> dict[str, object]:
+    """What an earlier attempt has measured, for one that had no step left to measure it."""
+    before = run.folder.result() if run.folder.result_file.exists() and not run.record.seconds else {}
+    return {name: before.get(name) for name in MEASURED}
 
 
 def result_of(run: Run, held_out: float | None) -> dict[str, object]:
@@ -37,7 +48,7 @@ def result_of(run: Run, held_out: float | None) -> dict[str, object]:
     step_s = _median(record.seconds[1:] or record.seconds)  # the first one warms up
     tokens = run.world.size * config.batch * config.accumulate * config.shape.context
     losses = [line["loss"] for line in run.folder.metrics() if "loss" in line]
-    return {
+    found = {
         "steps": run.step,
         "own_steps": len(record.seconds),  # of this attempt
         "ranks": run.world.size,
@@ -58,6 +69,7 @@ def result_of(run: Run, held_out: float | None) -> dict[str, object]:
         "redone_steps": run.redone,
         "source": run.text.source,
     }
+    return {name: value for name, value in found.items() if value is not None or name not in MEASURED}
 
 
 def _median(values: list[float]) -> float | None:

@@ -1,11 +1,12 @@
 """The folder of one run, and the files in it. Needs no torch."""
 
+import fcntl
 import json
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from paceline.errors import UsageError
 from paceline.train.config import TrainConfig, build, from_toml, to_toml
@@ -23,26 +24,50 @@ class RunFolder:
         self.report_file = path / "report.html"
         self.weights_file = path / "weights.safetensors"
         self.checkpoints = path / "checkpoints"
+        self._held: TextIO | None = None
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> "RunFolder":
         """Make the folder that is asked for, or take up the run that is in it. Nothing is written over."""
         folder = cls(Path(config.out) if config.out else _new_name())
+        if folder.path.exists() and not folder.path.is_dir():
+            raise UsageError(f"out={str(folder.path)!r} is not a folder; expected a new or empty one, or that of a run")
         if folder.config_file.exists():
             folder._check_same_run(config)
         elif folder.path.exists() and any(folder.path.iterdir()):
             raise UsageError(f"out={str(folder.path)!r} is not empty and holds no run; expected a new or empty folder")
         try:
             folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            folder._lock()
             _replace(folder.config_file, to_toml(config))
         except OSError as error:
             raise UsageError(f"the run's folder {folder.path} cannot be written: {error.strerror}") from error
         return folder
 
+    def _lock(self) -> None:
+        """Keep others from training in the same folder, for as long as this launcher lives."""
+        held = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held.close()
+            raise UsageError(
+                f"another `paceline train` is at work in {self.path}; give another --out, or wait"
+            ) from None
+        self._held = held
+
+    def release(self) -> None:
+        """Let others train here."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
     def config(self) -> TrainConfig:
         return build(from_toml(self.config_file))
 
     def _check_same_run(self, config: TrainConfig) -> None:
+        if not any(self.checkpoints.glob("step-*")) and not self.metrics_file.exists():
+            return  # it was refused before its first step
         if config.resume == "never":
             raise UsageError(
                 f"{self.path} holds a run already and resume='never' would write over it; give another --out, or "
@@ -65,11 +90,10 @@ class RunFolder:
         return found
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines written so far; a last line that a kill has cut short is left out."""
+        """The lines written so far; one that a kill or a full disk has cut short is left out."""
         if not self.metrics_file.exists():
             return []
-        lines = self.metrics_file.read_text().split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+        return [json.loads(line) for line in self.metrics_file.read_text().split("\n") if line.endswith("}")]
 
     def cut_metrics(self, step: int) -> int:
         """Forget what was written after `step`, which the run resumes from. Returns how many steps that were."""

@@ -1,6 +1,7 @@
 """What a step tells: a line in metrics.jsonl, the trackers, and the launcher's screen."""
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from typing import TextIO
@@ -68,10 +69,14 @@ class Record:
     def _write(self, line: dict[str, float]) -> None:
         if not self._writes:
             return
-        if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        finite = {name: value if math.isfinite(value) else None for name, value in line.items()}  # JSON has no NaN
+        try:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+        except OSError as error:  # such as a full disk: the training is worth more than its record
+            tell("trouble", text=f"step {line['step']}: {self._path.name} cannot be written: {error.strerror}")
         for tracker in self._trackers:
             tracker.log({name: value for name, value in line.items() if name != "step"}, int(line["step"]))
 

@@ -22,8 +22,8 @@ def write_picture(folder: RunFolder) -> bool:
     except ModuleNotFoundError:
         return False
     lines = folder.metrics()
-    train = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    held_out = [(line["step"], line["held_out"]) for line in lines if "held_out" in line]
+    train = [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
+    held_out = [(line["step"], line["held_out"]) for line in lines if line.get("held_out") is not None]
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
     if train:
@@ -73,8 +73,11 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{result['parameters'] / 1e6:.2f} M parameters on {result['ranks']} rank(s)"),
         ("text", str(result["source"])),
         ("steps", f"{result['steps']}, of which {result['own_steps']} now, in {result['seconds']:.0f} s"),
-        ("speed", f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_seconds'] * 1e3:.1f} ms a step"),
     ]
+    if result["step_seconds"] is not None:
+        lines.append(
+            ("speed", f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_seconds'] * 1e3:.1f} ms a step")
+        )
     if result["held_out_per_byte"] is not None:
         lines.insert(3, ("loss on held-out text", f"{result['held_out_per_byte']:.3f} nats per byte"))
     if result["overlap"] is not None:
