@@ -333,3 +333,16 @@ def test_signals_are_heard_in_the_main_thread_only() -> None:
     assert "main thread" in str(caught[0])
     with pytest.raises(UsageError, match="within must be a number of seconds"):
         Preemption(within=-1)
+
+
+def test_an_optimizer_over_parameters_in_another_order_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    Checkpointer(tmp_path, asynchronous=False).save(1, model=model, optimizer=optimizer)
+    turned = torch.optim.AdamW(reversed(list(model.parameters())))
+    with pytest.raises(
+        CheckpointMismatch, match=r"'exp_avg' of the optimizer's parameter 0 has shape .2, 3., expected .2,."
+    ):
+        Checkpointer(tmp_path).load(model=model, optimizer=turned)

@@ -14,6 +14,9 @@ from paceline.checkpoint.snapshot import MODEL, STATE, TREE, bare, shapes_of, un
 from paceline.checkpoint.tensor_file import TensorFile, bytes_of
 from paceline.checkpoint.tree import decode
 
+# States of torch's optimizers that have an entry for every element of their parameter.
+SHAPED_LIKE_PARAMS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
+
 
 class Restored:
     """The values of one generation, in memory of their own. Raises Damaged if a byte of it has changed.
@@ -91,6 +94,16 @@ class Restored:
                 f"{where} has an optimizer with {saved} parameters in its groups, expected {wanted}; "
                 f"make the parameter groups as they were made for the saved run"
             )
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        places = [place for group in self.optimizer["param_groups"] for place in group["params"]]
+        for number, (param, place) in enumerate(zip(params, places, strict=True)):
+            for name, tensor in self.optimizer["state"].get(place, {}).items():
+                shaped = name in SHAPED_LIKE_PARAMS and isinstance(tensor, torch.Tensor)
+                if shaped and tensor.shape != param.shape:
+                    raise CheckpointMismatch(
+                        f"{where}: {name!r} of the optimizer's parameter {number} has shape {tuple(tensor.shape)}, "
+                        f"expected {tuple(param.shape)}; give the parameters in the order of the saved run"
+                    )
 
 
 def check_model(
