@@ -68,6 +68,8 @@ def _tokenizer(config: TrainConfig, corpus: Corpus, folder: Path) -> Tokenizer:
         return ByteTokenizer()
     file = folder / "tokenizer.json"
     if paceline.get("rank") == 0 and not file.exists():
-        BPETokenizer.trained(corpus.train, config.vocabulary).save(file)
+        part = file.with_suffix(".part")
+        BPETokenizer.trained(corpus.train, config.vocabulary).save(part)
+        part.replace(file)
     paceline.barrier()
     return BPETokenizer.loaded(file)
