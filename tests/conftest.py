@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -145,7 +146,10 @@ def leak_police(request: pytest.FixtureRequest, lazy_pipe: list[str]) -> Iterato
     if leaks:
         # Cycles keep sockets and processes alive until the collector runs; only what survives it is a leak.
         gc.collect()
-        leaks = _leaks(before, pool, lazy_pipe)
+        # Threads that feed queues, and processes that were told to end, take a moment.
+        deadline = time.monotonic() + 1.0
+        while (leaks := _leaks(before, pool, lazy_pipe)) and time.monotonic() < deadline:
+            time.sleep(0.02)
     if group or leaks:
         for name in set(os.environ) - NOT_OURS:
             del os.environ[name]

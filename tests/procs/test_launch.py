@@ -230,7 +230,7 @@ def test_a_caught_traceback_is_shown_and_is_no_cause(launch: Callable[..., Launc
         (["--nnodes", "1:4", "script.py"], "--nnodes 1:4: the number of machines is fixed"),
         (["--nnodes", "2", "script.py"], "--nnodes 2 needs --node-rank"),
         (["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "script.py"], "need a secret"),
-        (["--nnodes", "2", "--node-rank", "0", "script.py"], "meet at an address of machine 0"),
+        (["--nnodes", "2", "--node-rank", "0", "script.py"], "need --master-addr, an address of machine 0"),
         (["--nnodes", "2", "--node-rank", "2", "script.py"], "node_rank must be below"),
         (["--master-port", "99999", "script.py"], "master_port must be at most 65535"),
         (["--hang-timeout", "soon", "script.py"], "--hang-timeout soon: expected a number of seconds"),
