@@ -8,11 +8,12 @@ import torch.nn.functional as F  # noqa: N812 (the name everybody knows)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline.bare import bare
 from paceline.bench.model import GPT
 from paceline.bench.spec import GPTShape
 from paceline.memory_plan.assemble import LIBRARY_BYTES
 from paceline.memory_plan.closed_form import plan_params
-from paceline.memory_plan.of_model import plan, unwrapped
+from paceline.memory_plan.of_model import plan
 from paceline.memory_plan.states import PlanError
 from paceline.train import model as trained
 from paceline.train.sizes import Shape
@@ -188,7 +189,7 @@ def test_wrapped_models_are_unwrapped() -> None:
     model = nn.Linear(2, 2)
     compiled = nn.Module()
     compiled._orig_mod = model  # as torch.compile does
-    assert unwrapped(compiled) is model
+    assert bare(compiled) is model
 
 
 class Curious(nn.Module):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.snapshot import bare, state_of
+from paceline.bare import bare
+from paceline.checkpoint.snapshot import state_of
 from paceline.checkpoint.tensor_file import bytes_of
 from paceline.checkpoint.tree import Encoder, dtype_name
 

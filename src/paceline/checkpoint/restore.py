@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.bare import bare
 from paceline.checkpoint.faults import CheckpointMismatch, Damaged
 from paceline.checkpoint.generations import Generation, content
-from paceline.checkpoint.snapshot import MODEL, STATE, TREE, bare, shapes_of, unpack
+from paceline.checkpoint.snapshot import MODEL, STATE, TREE, shapes_of, unpack
 from paceline.checkpoint.tensor_file import TensorFile, bytes_of
 from paceline.checkpoint.tree import decode
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.bare import bare
 from paceline.checkpoint.agree import Group, gather_bytes
 from paceline.checkpoint.tensor_file import Layout, TensorFile, bytes_of, lay_out, views
 from paceline.checkpoint.tree import Encoder, decode, dtype_name
@@ -31,17 +32,6 @@ class Snapshot:
     model: Mapping[str, torch.Tensor]
     state: Mapping[str, torch.Tensor]
     shapes: Mapping[str, tuple[str, tuple[int, ...]]]
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The module inside of DistributedDataParallel, torch's or ours, and of torch.compile."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
 
 
 def state_of(value: Any) -> Any:

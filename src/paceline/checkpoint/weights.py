@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from paceline.bare import bare
 from paceline.checkpoint.faults import NotSaved
 from paceline.checkpoint.generations import temporary
-from paceline.checkpoint.snapshot import Staging, bare
+from paceline.checkpoint.snapshot import Staging
 from paceline.checkpoint.tree import NATIVE
 from paceline.checkpoint.write import fsync, write_file
 from paceline.errors import UsageError

@@ -28,14 +28,19 @@ def command_for(spec: type[Any], about: str, run: Callable[..., None], **extra: 
         if item.name in many:
             default = ",".join(default)
         option = typer.Option(help=item.metadata["about"])
-        parameters.append(_parameter(item.name, Annotated[type(default), option], default))
+        parameters.append(keyword(item.name, Annotated[type(default), option], default))
     for name, (kind, text) in extra.items():
-        parameters.append(_parameter(name, Annotated[kind, typer.Option(help=text)], None))
-    command.__doc__ = about
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        parameters.append(keyword(name, Annotated[kind, typer.Option(help=text)], None))
+    describe(command, about, parameters)
     return command
 
 
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def describe(command: Callable[..., None], about: str, parameters: list[inspect.Parameter]) -> None:
+    """Have `command` look to typer as if it were written with these parameters."""
+    command.__doc__ = about
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+
+
+def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

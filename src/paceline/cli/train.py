@@ -1,6 +1,5 @@
 """`paceline train`."""
 
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -9,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.cli.options import describe, keyword
 from paceline.errors import PacelineError, UsageError
 from paceline.train.config import TrainConfig, build, from_toml, to_toml
 
@@ -34,27 +34,19 @@ def build_train() -> Callable[..., None]:
         raise typer.Exit(code)
 
     parameters = [
-        _parameter(
+        keyword(
             "config", Annotated[Path | None, typer.Option(help="a TOML file with settings; flags win over it")], None
         ),
-        _parameter(
+        keyword(
             "print_config", Annotated[bool, typer.Option("--print-config", help="show the settings as TOML")], False
         ),
     ]
     for item in fields(TrainConfig):
         text = f"{item.metadata['about']} (default {item.default})" if item.default != "" else item.metadata["about"]
         kind = type(item.default)
-        parameters.append(
-            _parameter(item.name, Annotated[kind | None, typer.Option(help=text, show_default=False)], None)
-        )
-    train.__doc__ = ABOUT
-    train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        parameters.append(keyword(item.name, Annotated[kind | None, typer.Option(help=text, show_default=False)], None))
+    describe(train, ABOUT, parameters)
     return train
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
 def base_of(file: Path | None, out: str | None) -> dict[str, Any]:

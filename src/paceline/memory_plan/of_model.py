@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.bare import bare
 from paceline.layout import BucketCaps, ParamMeta, plan_layout
 from paceline.memory_plan.assemble import (
     GRADIENTS,
@@ -62,7 +63,7 @@ def plan(
         device_bytes: memory of one device; then the plan tells whether it fits and the largest batch that does.
         link_gbit, backward_s: a rank's link and the time of its backward; then the plan tells what stays exposed.
     """
-    model = unwrapped(model)
+    model = bare(model)
     params = [(name, param) for name, param in model.named_parameters()]
     if not params:
         raise PlanError(f"model: expected a module with parameters, {type(model).__name__} has none")
@@ -94,17 +95,6 @@ def plan(
     shown = "" if batch is None else f", batch {' and '.join(_shapes(batch))}"
     subject = f"{type(model).__name__}, {show_count(count)} parameters{shown}, {word}, {name} ({way}), {place}"
     return MemoryPlan(subject, convention(word, name), count, size, place, plans, wish.device_bytes, tuple(notes))
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside a data-parallel wrapper or torch.compile: what they add is planned apart."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
 
 
 class Courses:
