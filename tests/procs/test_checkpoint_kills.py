@@ -25,8 +25,6 @@ from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.write import write_generation
 
 OLDER, OLD, NEW = 5, 10, 20
-# All by which a save changes what is on disk; how often it makes the others may vary.
-CHANGING = ("mkdir", "openat", "write", "fsync", "close", "rename", "unlinkat", "rmdir", "flock")
 NOT_OF_THE_SAVE = ("exit_group", "restart_syscall", "rt_sigtimedwait")
 
 
@@ -199,6 +197,12 @@ def traced(nursery: Nursery, directory: Path, *options: str) -> Iterator[None]:
     yield
 
 
+def calls_in(log: Path) -> Counter[str]:
+    """How often each system call stands in the log of strace."""
+    rows = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()]
+    return Counter(row.partition("(")[0] for row in rows if "(" in row and not row.startswith(("+", "-", "<")))
+
+
 @pytest.fixture
 def calls(nursery: Nursery, tmp_path: Path, fresh: Callable[[], Path]) -> Counter[str]:
     """How often a save makes each system call."""
@@ -207,8 +211,7 @@ def calls(nursery: Nursery, tmp_path: Path, fresh: Callable[[], Path]) -> Counte
     log = tmp_path / "log"
     with traced(nursery, fresh(), "-o", str(log)):
         assert nursery.exit_code() == 0
-    rows = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines()]
-    counted = Counter(row.partition("(")[0] for row in rows if "(" in row and not row.startswith(("+", "-", "<")))
+    counted = calls_in(log)
     for name in NOT_OF_THE_SAVE:
         del counted[name]
     assert counted["fsync"] == 6 and counted["rename"] == 2, "three files, manifest, directory, parent; one removed"
@@ -217,20 +220,23 @@ def calls(nursery: Nursery, tmp_path: Path, fresh: Callable[[], Path]) -> Counte
 
 @pytest.mark.timeout(180)
 def test_killed_at_every_system_call_of_a_save(
-    nursery: Nursery, fresh: Callable[[], Path], calls: Counter[str]
+    nursery: Nursery, fresh: Callable[[], Path], calls: Counter[str], tmp_path: Path
 ) -> None:
-    """F22."""
+    """F22. The interpreter makes a call more or less from save to save: what was never made could not kill."""
+    log, reached = tmp_path / "log", 0
     outcomes: Counter[int] = Counter()
     for name, count in calls.items():
         for number in range(1, count + 1):
             directory = fresh()
-            with traced(nursery, directory, "-o", "/dev/null", "-e", f"inject={name}:signal=KILL:when={number}"):
-                assert nursery.exit_code() == -signal.SIGKILL or name not in CHANGING, (name, number)
+            with traced(nursery, directory, "-o", str(log), "-e", f"inject={name}:signal=KILL:when={number}"):
+                killed = nursery.exit_code() == -signal.SIGKILL
+            assert killed or calls_in(log)[name] < number, (name, number)
+            reached += killed
             outcomes[newest(directory)] += 1
             if name in ("fsync", "rename", "rmdir"):
                 check_goes_on(directory)
     assert outcomes.keys() == {OLD, NEW}
-    assert sum(outcomes.values()) == sum(calls.values()) > 50
+    assert reached > 0.9 * sum(calls.values()) > 50
 
 
 @pytest.mark.parametrize(
