@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from paceline.memory_plan.measured import Peak, measure
+from paceline.memory_plan.measured import Peak
 from paceline.memory_plan.states import PlanError
 
 ROOT = Path(__file__).parents[2]
@@ -39,15 +38,6 @@ def test_a_peak_is_seen_after_the_memory_is_gone() -> None:
     assert peak.nbytes() == pytest.approx(64 * MIB, rel=0.1)
     peak.restart()
     assert peak.nbytes() < 16 * MIB
-
-
-def test_the_highest_of_several_steps_counts() -> None:
-    sizes = [8, 96]
-
-    def build() -> Callable[[], bytearray]:
-        return lambda: bytearray(sizes.pop(0) * MIB)
-
-    assert measure(build, steps=2) == pytest.approx(96 * MIB, rel=0.1)
 
 
 def test_other_devices_are_refused() -> None:

@@ -83,6 +83,21 @@ def test_slurm_steps_are_understood_and_shells_in_an_allocation_left_alone() -> 
     assert job("--standalone", SLURM_STEP_NUM_NODES="2", **SLURM).nodes == 1
 
 
+def test_flags_win_over_the_scheduler() -> None:
+    found = job("--master-port", "4000", SLURM_STEP_NUM_NODES="2", **SLURM, **SECRET)
+    assert (found.nodes, found.master_addr, found.master_port) == (2, "gpu03", 4000)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "there"), [("head", ("head", 29500)), ("head:7", ("head", 7)), ("[fd00::1]:7", ("fd00::1", 7))]
+)
+def test_endpoints(endpoint: str, there: tuple[str, int]) -> None:
+    found = job("--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", endpoint, **SECRET)
+    assert (found.master_addr, found.master_port) == there
+    with pytest.raises(UsageError, match="--rdzv-endpoint head:port: expected HOST:PORT"):
+        job("--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "head:port", **SECRET)
+
+
 def test_standalone_wins_over_an_endpoint() -> None:
     found = job("--standalone", "--rdzv-endpoint", "10.0.0.1:5", "--nnodes", "1")
     assert (found.master_addr, found.master_port) == ("127.0.0.1", 0)
@@ -126,11 +141,15 @@ def test_abbreviations_are_not_guessed() -> None:
 
 def test_what_is_shown() -> None:
     flags = parse(["--local-ranks-filter", "0,2", "-r", "0:3,1:1", "train.py"], {})
-    assert [shown(flags)(rank) for rank in range(3)] == [True, False, True]
-    assert [hidden(flags)(rank) for rank in range(3)] == [3, 1, 0]
-    assert hidden(parse(["-r", "3", "train.py"], {}))(5) == 3
+    assert [shown(flags, 3)(rank) for rank in range(3)] == [True, False, True]
+    assert [hidden(flags, 3)(rank) for rank in range(3)] == [3, 1, 0]
+    assert hidden(parse(["-r", "3", "train.py"], {}), 6)(5) == 3
     with pytest.raises(UsageError, match="--redirects 0:9"):
-        hidden(parse(["-r", "0:9", "train.py"], {}))
+        hidden(parse(["-r", "0:9", "train.py"], {}), 3)
+    with pytest.raises(UsageError, match="--redirects 0:3,1:1: there is no rank 1 .* expected some of rank 0"):
+        hidden(flags, 1)
+    with pytest.raises(UsageError, match="--local-ranks-filter x: expected a whole number"):
+        shown(parse(["--local-ranks-filter", "x", "train.py"], {}), 3)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """Why a job failed, and which rank hangs, from what the launcher has seen."""
 
 import signal
+import traceback
 from dataclasses import asdict, replace
 
 import pytest
 
-from paceline.launch.failure import HEADER, End, judge
+from paceline.launch.failure import End, judge
 from paceline.launch.job import Failure
 from paceline.launch.nodes import best, failure_from
+from paceline.launch.tracebacks import HEADER
 from paceline.launch.vitals import Vital
 from paceline.launch.watchdog import CEILING_S, FLOOR_S, GAP_S, STOPPED_S, Hang, Watchdog
 from paceline.progress import Mark, Phase
@@ -57,6 +59,57 @@ def test_those_who_fell_with_another_are_not_the_cause(text: str) -> None:
     alone = judge([raised(0, text, at=1.0)])
     assert alone is not None
     assert alone.follows
+
+
+def group_end(rank: int, *exceptions: Exception) -> End:
+    """What Python writes for a group, read from Python itself."""
+    try:
+        try:
+            raise KeyError("before")
+        except KeyError:
+            raise ExceptionGroup("many", exceptions) from None
+    except ExceptionGroup as group:
+        return End(rank, 0.0, code=1, raised=True, tail=tuple("".join(traceback.format_exception(group)).splitlines()))
+
+
+def caught(error: Exception) -> Exception:
+    try:
+        raise error
+    except type(error) as found:
+        return found
+
+
+def test_of_a_group_every_exception_is_shown_where_it_was_raised() -> None:
+    inner = ExceptionGroup("inner", [caught(KeyError("k"))])
+    failure = judge([group_end(rank, caught(ValueError("first")), inner) for rank in (0, 1)])
+    assert failure is not None
+    assert failure.ranks == (0, 1)
+    first, *lines = failure.lines()
+    assert first == "ranks 0-1 raised ExceptionGroup: many (2 sub-exceptions)"
+    for words in ("  ValueError: first", "  ExceptionGroup: inner (1 sub-exception)", "  KeyError: 'k'"):
+        assert words in lines
+    assert "in caught" in lines[lines.index("  ValueError: first") - 1]
+    assert not [line for line in lines if "|" in line or "+--" in line]
+    crowd = judge([group_end(0, *(caught(ValueError(str(number))) for number in range(50)))])
+    assert crowd is not None and len(crowd.lines()) <= 14
+
+
+def test_a_group_follows_only_when_all_of_it_does() -> None:
+    lost, own = RuntimeError("PeerLost: rank 1 died"), ValueError("my own")
+    for exceptions, follows in (((lost, ExceptionGroup("in", [lost])), True), ((lost, own), False)):
+        failure = judge([group_end(0, *exceptions)])
+        assert failure is not None
+        assert failure.follows is follows
+
+
+def test_several_ranks_take_the_plural() -> None:
+    failure = judge([End(0, 0.0, code=7), *(End(rank, 1.0, killed_by=signal.SIGKILL) for rank in (1, 2))])
+    assert failure is not None
+    assert failure.others == ("afterwards ranks 1-2: were ended by SIGKILL",)
+    for memory in (False, True):
+        found = judge([End(rank, 0.0, killed_by=signal.SIGKILL, out_of_memory=memory) for rank in (0, 1)])
+        assert found is not None
+        assert found.summary.startswith("ranks 0-1 were ")
 
 
 def test_a_traceback_that_was_caught_is_not_the_cause() -> None:

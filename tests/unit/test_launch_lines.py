@@ -1,11 +1,15 @@
 """Cutting output into lines, and folding equal lines of several ranks."""
 
+import io
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cli.screen import Screen
+from paceline.launch import Job
 from paceline.launch.lines import BAR_EVERY_S, FOLD_S, QUIET_S, Fold, Lines, spans
 
 
@@ -116,6 +120,18 @@ def test_no_line_is_lost_and_no_rank_reordered(lines: list[tuple[int, str, float
     for rank in range(4):
         assert [text for who, text in shown if rank in who] == [text for by, text, _ in timed if by == rank]
     assert all(len(set(who)) == len(who) for who, _ in shown)
+
+
+def test_the_screen_shows_folded_lines_at_once_and_hides_what_it_was_told_to(tmp_path: Path) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    job = Job(command=("x",), ranks=2, run_dir=tmp_path)
+    screen = Screen(job, hidden=lambda local: 2 * (local == 1), out=out, err=err)
+    for rank in (1, 0):
+        screen.line(rank, "same")
+        screen.error_line(rank, "wrong")
+    assert out.getvalue() == "[0-1] same\n"
+    screen.close()
+    assert err.getvalue() == "[0] wrong\n"
 
 
 def test_much_output_does_not_wait_for_ever() -> None:

@@ -4,9 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.failure import HEADER, End
+from paceline.launch.failure import End
 from paceline.launch.rank import HOLD_S, PAUSE_S, Rank
+from paceline.launch.tracebacks import HEADER
 
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "train.py", line 1, in <module>
+  |     f()
+  | ExceptionGroup: two (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: no
+    +---------------- 2 ----------------
+    | KeyError: 1
+    +------------------------------------
+"""
 TRACE = f'{HEADER}\n  File "train.py", line 1, in <module>\n    f()\nValueError: no\n'
 
 
@@ -28,10 +40,10 @@ def test_the_traceback_of_a_dying_rank_is_never_shown(rank: Rank) -> None:
     assert rank.cried_at == 0.0
 
 
-@pytest.mark.parametrize("cut", range(1, len(TRACE) - 1, 9))
-def test_a_traceback_may_come_slowly(rank: Rank, cut: int) -> None:
-    assert rank.note_err(TRACE[:cut].encode(), 1.0) == []
-    assert rank.note_err(TRACE[cut:].encode(), 1.0 + PAUSE_S * 2) == []
+@pytest.mark.parametrize(("trace", "cut"), [(trace, cut) for trace in (TRACE, GROUP) for cut in range(1, 99, 9)])
+def test_a_traceback_may_come_slowly(rank: Rank, trace: str, cut: int) -> None:
+    assert rank.note_err(trace[:cut].encode(), 1.0) == []
+    assert rank.note_err(trace[cut:].encode(), 1.0 + PAUSE_S * 2) == []
     rank.end = End(0, 2.0, code=1)
     assert rank.release(3.0) == []
 
@@ -41,9 +53,10 @@ def test_stacks_of_a_fatal_error_may_come_slowly(rank: Rank) -> None:
         assert rank.note_err(f"{text}\n".encode(), number * PAUSE_S * 2) == []
 
 
-def test_a_rank_that_goes_on_has_caught_it(rank: Rank) -> None:
-    assert rank.note_err(TRACE.encode(), 0.0) == []
-    assert rank.note_err(b"going on\n", PAUSE_S * 2) == [*TRACE.splitlines(), "going on"]
+@pytest.mark.parametrize("trace", [TRACE, GROUP])
+def test_a_rank_that_goes_on_has_caught_it(rank: Rank, trace: str) -> None:
+    assert rank.note_err(trace.encode(), 0.0) == []
+    assert rank.note_err(b"going on\n", PAUSE_S * 2) == [*trace.splitlines(), "going on"]
     assert rank.cried_at is None
     assert rank.note_err(b"and on\n", PAUSE_S * 3) == ["and on"]
 

@@ -2,12 +2,15 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.launch import Job, nodes
 from paceline.launch.sealed import HELLO, NONCE, NotSealed, Sealed, greet, introduce
 from paceline.launch.tunnel import Tunnel, serve_store
 
@@ -173,3 +176,32 @@ def test_a_tunnel_carries_a_connection_and_both_its_ends() -> None:
                 if thread.name == "tunnel":
                     thread.join(10)
     assert not keeper.is_alive()
+
+
+def test_of_two_machines_with_one_number_one_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))  # a job of several machines would not listen there
+    monkeypatch.setattr(nodes, "_listen", lambda _: listener)
+    place: dict[str, Any] = {"nodes": 2, "master_addr": "10.0.0.1", "master_port": 1, "secret": SECRET}
+    notes: list[str] = []
+    head = nodes.Head(Job(command=("x",), ranks=3, run_dir=tmp_path, **place), notes.append)
+    callers = []
+    try:
+        for ranks in (2, 2, 0):
+            callers.append(introduce(socket.create_connection(listener.getsockname()), SECRET))
+            callers[-1].send_word(want="join", node=1, nodes=2, ranks=ranks)
+        seat = head.begin(0, lambda: None)
+        until = time.monotonic() + 10
+        while len(notes) < 2 and time.monotonic() < until:
+            head.stop_asked()
+            time.sleep(0.01)
+        words = [next(word for word in iter(caller.receive_word, None) if word["kind"] != "beat") for caller in callers]
+    finally:
+        head.close()
+        for caller in callers:
+            caller.close()
+    assert seat.world_size == 5
+    assert sorted(word["kind"] for word in words) == ["refused", "refused", "start"]
+    assert sorted(notes) == [
+        "refused a machine: it says it is machine 1 with 0 ranks",
+        "refused a machine: machine 1 is here already",
+    ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.memory_plan.assemble import largest_that
-from paceline.memory_plan.closed_form import guess, plan_params
+from paceline.memory_plan.closed_form import guess, plan_params, usual_heads
 from paceline.memory_plan.measured import against, compare
 from paceline.memory_plan.numbers import parse_bytes, parse_count, parse_list, show_bytes
 from paceline.memory_plan.states import OPTIMIZERS, PRECISIONS, PlanError, convention
@@ -87,6 +87,15 @@ def test_given_shapes_are_not_guessed() -> None:
     assert "guessed" in gpt2(layers=12).notes[0]
 
 
+@pytest.mark.parametrize("heads", [5, 7, 12, 25])
+def test_a_guessed_width_suits_the_heads_and_guessed_heads_the_width(heads: int) -> None:
+    _, width = guess(124_000_000, 1024, 50304, heads=heads)
+    assert width % heads == 0
+    assert width % usual_heads(width) == 0
+    assert usual_heads(1000) == 10
+    assert usual_heads(768) == 12
+
+
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     plan = gpt2(device_bytes=24 * GIB, ranks=(1, 2))
     for item in plan.by_ranks:
@@ -139,6 +148,16 @@ def test_what_backward_hides() -> None:
         ({"vocab": 0}, "vocab=0"),
         ({"layers": 0}, "layers=0"),
         ({"width": -1}, "width=-1"),
+        ({"heads": 0}, "heads=0: expected a whole number, at least 1"),
+        ({"width": 768, "heads": 7}, "heads=7: expected a number that divides width=768"),
+        ({"heads": 99_999}, "heads=99999: no width up to 32768 is a multiple"),
+        ({"params": 1e6}, "params=1000000: expected more than the 3,219,456 that vocab=50304 × width=64 takes"),
+        (
+            {"width": 1536, "tied": False},
+            "expected more than the 154,533,888 that vocab=50304 × width=1536, twice, takes",
+        ),
+        ({"layers": 96, "width": 768}, "params=124000000: expected about the 718,110,720 that layers=96 of width=768"),
+        ({"batch": 10**400}, "expected a whole number, at least 1 and at most 10^18"),
         ({"ranks": (1, 0)}, "ranks=0"),
         ({"ranks": ()}, "ranks=()"),
         ({"accumulate": 0}, "accumulate=0"),
@@ -181,7 +200,7 @@ def test_plan_against_measured() -> None:
     plan = gpt2(ranks=(1, 2))
     off = compare(plan, int(plan.total / 1.05))
     assert off.off == pytest.approx(0.05, abs=1e-4)
-    assert "5.0% above" in str(off)
+    assert "the plan is +5.0%" in against(plan, int(plan.total / 1.05))
     text = against(plan, plan.total, ranks=2)
     assert "planned" in text and "measured" in text and show_bytes(plan.at(2).total) in text
     first = against(plan, plan.first_step_total, first_step=True)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.launch.failure import End, follows, judge
-from paceline.launch.job import INTERRUPT_EXIT, Failure, HearsErrors, HearsNotes, Job, LaunchError, Listener
+from paceline.launch.job import INTERRUPT_EXIT, Failure, HearsErrors, HearsNotes, Job, Listener
+from paceline.launch.orphans import end_sessions
 from paceline.launch.rank import Rank
 from paceline.launch.requests import Requests
 from paceline.launch.seat import SECRET_NAME, Seat, environment_of
@@ -34,7 +35,13 @@ BETTER_CAUSE_S = 3.0
 INTERRUPT_S = 5.0
 KEEPER_S = 10.0
 LAST_READS = 256
-KEEPER_GONE = "the process that keeps the ranks was killed, and the kernel has ended the ranks with it"
+KEEPER_GONE = Failure(
+    (), "keeper", 1, "the process that keeps the ranks was killed, and the kernel has ended the ranks with it"
+)
+
+
+class _KeeperGone(Exception):
+    """There is nobody on the other end of the control socket."""
 
 
 class Remote(Protocol):
@@ -75,6 +82,8 @@ class Attempt:
         self._kill_at: float | None = None
         self._signal = 0
         self._hang: Hang | None = None
+        self._keeper_gone = False
+        self._tick_at = 0.0
 
     def run(self) -> Result:
         """Start all ranks and stay until the last one has ended; nothing of them is left then."""
@@ -86,12 +95,15 @@ class Attempt:
             with theirs:
                 keeper = self._start_keeper(theirs)
             undo.callback(self._dismiss, keeper)
-            self._start_ranks()
-            place = {"first_rank": self._seat.first_rank, "world_size": self._seat.world_size}
-            self._listener.told(self._seat.first_rank, "placed", {**place, "attempt": self._seat.attempt})
-            self._selector.register(mine, selectors.EVENT_READ, self._hear_keeper)
-            while any(rank.end is None for rank in self._ranks):
-                self._turn()
+            try:
+                self._start_ranks()
+                place = {"first_rank": self._seat.first_rank, "world_size": self._seat.world_size}
+                self._listener.told(self._seat.first_rank, "placed", {**place, "attempt": self._seat.attempt})
+                self._selector.register(mine, selectors.EVENT_READ, self._hear_keeper)
+                while any(rank.end is None for rank in self._ranks):
+                    self._turn()
+            except _KeeperGone:
+                self._outlive_keeper()
             self._dismiss(keeper)
             self._drain()
             return self._result()
@@ -157,7 +169,9 @@ class Attempt:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = now + 1.0
             self._pass_on(signal.SIGKILL)
-        self._listener.tick()
+        if now >= self._tick_at:
+            self._tick_at = now + TICK_S
+            self._listener.tick()
 
     def _read(self, rank: Rank, stream: str) -> bytes | None:
         """Take in what has come: None when nothing has, empty when nothing ever will again."""
@@ -187,9 +201,12 @@ class Attempt:
                     break
 
     def _hear_keeper(self) -> None:
-        data = self._control.recv(1 << 16)
+        try:
+            data = self._control.recv(1 << 16)
+        except OSError as error:
+            raise _KeeperGone from error
         if not data:
-            raise LaunchError(KEEPER_GONE)
+            raise _KeeperGone
         *lines, self._words = (self._words + data).split(b"\n")
         for line in lines:
             word: dict[str, Any] = json.loads(line)
@@ -281,9 +298,24 @@ class Attempt:
         try:
             self._control.sendall(json.dumps(word).encode() + b"\n")
         except OSError as error:
-            raise LaunchError(KEEPER_GONE) from error
+            raise _KeeperGone from error
 
     # The end -------------------------------------------------------------------------------------------------------
+
+    def _outlive_keeper(self) -> None:
+        """The keeper was killed. Its ranks die with it; wait until they have, or they would meet the next attempt."""
+        with contextlib.suppress(_KeeperGone):
+            while True:  # what it said before its end
+                self._hear_keeper()
+        living = [rank for rank in self._ranks if rank.end is None]
+        self._keeper_gone = bool(living)
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+        left = end_sessions([rank.pid for rank in living if rank.pid])
+        if left and isinstance(self._listener, HearsNotes):
+            self._listener.note(f"processes of the ranks that do not end: {', '.join(map(str, left))}")
+        for rank in living:
+            self._ended(rank, {"killed": int(signal.SIGKILL)})
 
     def _dismiss(self, keeper: "subprocess.Popen[bytes]") -> None:
         """The keeper kills what is left of the ranks, and goes."""
@@ -306,7 +338,7 @@ class Attempt:
 
     def _result(self) -> Result:
         ends = [rank.end for rank in self._ranks if rank.end is not None]
-        failure = judge(ends, self._hang, self._seat.first_rank)
+        failure = judge(ends, self._hang, self._seat.first_rank) or (KEEPER_GONE if self._keeper_gone else None)
         if self._signal == signal.SIGINT:
             return Result(failure, INTERRUPT_EXIT, self._signal)
         if failure is not None:

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 
 from paceline.launch.job import INTERRUPT_EXIT, WATCHDOG_EXIT, Failure
 from paceline.launch.lines import spans
+from paceline.launch.tracebacks import Traceback, cut, last_traceback, thread_stack
 from paceline.launch.watchdog import Hang
 
-HEADER = "Traceback (most recent call last):"
-FATAL = "Fatal Python error:"  # faulthandler's, before the stacks of all threads
-MAX_DETAIL = 10
 MAX_OTHERS = 2
 # What a rank says that fell because another one did. It is never shown as the cause when there is a better one.
 _FOLLOWS = re.compile(
@@ -21,7 +19,6 @@ _FOLLOWS = re.compile(
     r"\bgloo\b.*timed? ?out|wait timeout after|socket timeout",
     re.IGNORECASE,
 )
-_EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)")
 
 
 @dataclass(frozen=True)
@@ -49,18 +46,6 @@ class End:
         return 128 + self.killed_by if self.killed_by else self.code
 
 
-@dataclass(frozen=True)
-class _Traceback:
-    frames: tuple[str, ...]
-    message: tuple[str, ...]
-    chained: bool
-
-    @property
-    def name(self) -> str:
-        found = _EXCEPTION.match(self.message[0]) if self.message else None
-        return found[1] if found else ""
-
-
 def judge(ends: Sequence[End], hang: Hang | None = None, first_rank: int = 0) -> Failure | None:
     """Why the job failed; None when no rank did. `hang` names local ranks that the watchdog found."""
     if hang is not None:
@@ -71,7 +56,7 @@ def judge(ends: Sequence[End], hang: Hang | None = None, first_rank: int = 0) ->
     first = failed[0]
     same = [end for end in failed if _signature(end) == _signature(first)]
     ranks = tuple(sorted(end.rank for end in same))
-    kind, what, lines = _explain(first)
+    kind, what, lines = _explain(first, len(same))
     texts = {_message(end) for end in same}
     if len(texts) > 1:
         lines = (*lines, f"(the text differs between these ranks; this is rank {first.rank}'s)")
@@ -90,8 +75,9 @@ def judge(ends: Sequence[End], hang: Hang | None = None, first_rank: int = 0) ->
 def follows(end: End) -> bool:
     """Whether this rank fell because another one did, as far as its last words tell."""
     found = _traceback(end)
-    text = " ".join(found.message) if found else " ".join(end.tail[-8:]) if end.killed_by == signal.SIGABRT else ""
-    return bool(_FOLLOWS.search(text))
+    if found is not None:
+        return all(_FOLLOWS.search(reason) for reason in found.reasons)
+    return end.killed_by == signal.SIGABRT and bool(_FOLLOWS.search(" ".join(end.tail[-8:])))
 
 
 def _judge_hang(ends: Sequence[End], hang: Hang, first_rank: int) -> Failure:
@@ -99,7 +85,7 @@ def _judge_hang(ends: Sequence[End], hang: Hang, first_rank: int) -> Failure:
     word = {"frozen": "froze", "spinning": "spins without getting on"}[hang.kind]
     if len(ranks) > 1 and hang.kind == "spinning":
         word = "spin without getting on"
-    stack = next((_stack(end.tail) for end in ends if end.rank in ranks and _stack(end.tail)), ())
+    stack = next((found for end in ends if end.rank in ranks and (found := thread_stack(end.tail))), ())
     return Failure(
         ranks=ranks,
         kind=hang.kind,
@@ -110,29 +96,34 @@ def _judge_hang(ends: Sequence[End], hang: Hang, first_rank: int) -> Failure:
     )
 
 
-def _explain(end: End) -> tuple[str, str, tuple[str, ...]]:
-    """The kind of failure, what the ranks did, and the lines that show it."""
+def _explain(end: End, ranks: int = 1) -> tuple[str, str, tuple[str, ...]]:
+    """The kind of failure, what so many ranks did, and the lines that show it."""
+    verb = "was" if ranks == 1 else "were"
     if end.never:
         return "never started", f"never started: {end.never}", ()
     if end.out_of_memory:
-        return "memory", "was killed by the kernel for want of memory (SIGKILL, and the oom_kill counter went up)", ()
+        why = "killed by the kernel for want of memory (SIGKILL, and the oom_kill counter went up)"
+        return "memory", f"{verb} {why}", ()
     found = _traceback(end)
     if found is not None:
-        return "exception", f"raised {_cut(found.message[0], 300)}", _shown(found)
+        return "exception", f"raised {cut(found.message[0], 300)}", found.details()
     if end.killed_by:
         name = _signal_name(end.killed_by)
-        return "signal", f"was ended by {name}", _stack(end.tail) or _last_words(end.tail, 4)
+        return "signal", f"{verb} ended by {name}", thread_stack(end.tail) or _last_words(end.tail, 4)
     return "exit", f"exited with code {end.code}", _last_words(end.tail, 6)
 
 
 def _others(ends: Sequence[End]) -> tuple[str, ...]:
     """A line for each way in which others fell after the first."""
-    ways: dict[str, list[int]] = {}
+    ways: dict[str, list[End]] = {}
     for end in ends:
         found = _traceback(end)
         way = found.name.rpartition(".")[2] if found else _explain(end)[1]
-        ways.setdefault(_cut(way, 100), []).append(end.rank)
-    lines = [f"afterwards {_name_ranks(ranks)}: {way}" for way, ranks in ways.items()]
+        ways.setdefault(cut(way, 100), []).append(end)
+    lines = []
+    for way, same in ways.items():
+        text = way if _traceback(same[0]) else cut(_explain(same[0], len(same))[1], 100)
+        lines.append(f"afterwards {_name_ranks([end.rank for end in same])}: {text}")
     if len(lines) > MAX_OTHERS:
         lines = [*lines[: MAX_OTHERS - 1], f"afterwards {len(lines) - MAX_OTHERS + 1} more kinds of failure"]
     return tuple(lines)
@@ -148,57 +139,16 @@ def _signature(end: End) -> object:
 
 def _message(end: End) -> tuple[str, ...]:
     found = _traceback(end)
-    return found.message if found else ()
+    return found.message + found.parts if found else ()
 
 
-def _traceback(end: End) -> _Traceback | None:
+def _traceback(end: End) -> Traceback | None:
     """The traceback with which a rank ended."""
-    if end.killed_by or not end.raised:
-        return None
-    tail = end.tail
-    starts = [number for number, line in enumerate(tail) if line.lstrip(" |+") == HEADER]
-    if not starts:
-        return None
-    frames: list[str] = []
-    message: list[str] = []
-    for line in tail[starts[-1] + 1 :]:
-        if not message and (line.startswith(" ") or not line):
-            frames.append(line)
-        elif not message or (len(message) < 3 and line and not re.match(r"\[|\w+:\s*(WARN|INFO)|/", line)):
-            message.append(line)
-        else:
-            break
-    if not message:
-        return None
-    return _Traceback(tuple(frames), tuple(message), chained=len(starts) > 1)
-
-
-def _shown(found: _Traceback) -> tuple[str, ...]:
-    """The last frames, where the error is; the message itself stands in the summary."""
-    frames = [_cut(line, 160) for line in found.frames if line.strip() and set(line.strip()) - set("^~")]
-    more = [_cut(line, 200) for line in found.message[1:]]
-    room = MAX_DETAIL - len(more)
-    if len(frames) > room:
-        frames = [frames[0], f"  … {len(frames) - room + 1} lines left out …", *frames[len(frames) - room + 2 :]]
-    return (*frames, *more)
-
-
-def _stack(tail: Sequence[str]) -> tuple[str, ...]:
-    """What faulthandler wrote when a signal ended a rank: the thread that Python names as the current one."""
-    starts = [number for number, line in enumerate(tail) if line.startswith(("Current thread", "Thread 0x"))]
-    current = [number for number in starts if tail[number].startswith("Current thread")] or starts[-1:]
-    if not current:
-        return ()
-    frames = []
-    for line in tail[current[-1] + 1 :]:
-        if not line.startswith("  File"):
-            break
-        frames.append(_cut(line, 160))
-    return tuple(frames[:6])
+    return None if end.killed_by or not end.raised else last_traceback(end.tail)
 
 
 def _last_words(tail: Sequence[str], count: int) -> tuple[str, ...]:
-    return tuple(_cut(line, 200) for line in [line for line in tail if line.strip()][-count:])
+    return tuple(cut(line, 200) for line in [line for line in tail if line.strip()][-count:])
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
@@ -210,10 +160,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def interrupted(name: str, code: int = INTERRUPT_EXIT) -> Failure:

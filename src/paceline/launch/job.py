@@ -97,7 +97,7 @@ class Job:
 class Failure:
     """Why a job failed. `ranks` are those at fault, all for the same reason.
 
-    `kind` is one of "exception", "signal", "exit", "memory", "frozen", "spinning", "never started", "node".
+    `kind` is one of "exception", "signal", "exit", "memory", "frozen", "spinning", "never started", "keeper", "node".
     `details` are at most a dozen lines, `others` says what became of other ranks because of it.
     """
 
@@ -144,7 +144,7 @@ class Listener(Protocol):
         """All ranks are started again, for the `attempt`-th time."""
 
     def tick(self) -> None:
-        """Comes about ten times a second."""
+        """Comes about twenty times a second."""
 
 
 @runtime_checkable

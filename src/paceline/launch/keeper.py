@@ -40,19 +40,21 @@ class Keeper:
     def serve(self) -> None:
         """Work until the launcher has gone."""
         wake, wakened = os.pipe()
-        heard: list[Any] = [self._control, wake]
+        heard = select.poll()  # not select(), which knows no descriptor above 1023
+        heard.register(self._control, select.POLLIN)
+        heard.register(wake, select.POLLIN)
         os.set_blocking(wakened, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakened)
         try:
             while True:
-                ready, _, _ = select.select(heard, [], [], 1.0)
+                ready = [descriptor for descriptor, _ in heard.poll(1000)]
                 if wake in ready:
                     os.read(wake, 4096)
                 self._reap()
-                if self._control in ready and not self._listen():
+                if self._control.fileno() in ready and not self._listen():
                     return
-        except OSError:
+        except (BrokenPipeError, ConnectionResetError):
             return  # the launcher is gone, and with it the one to report to
         finally:
             self._clear()
@@ -103,8 +105,10 @@ class Keeper:
                 if number == signal.SIGKILL:
                     _kill_group(pid)
                 else:
-                    # Only the rank itself: loader workers must outlive the request to save and leave.
-                    os.kill(pid, number)
+                    # Only the rank itself: loader workers must outlive the request to save and leave. One that has
+                    # become another user, as sudo does, cannot be told; that is no reason to end the others.
+                    with contextlib.suppress(PermissionError):
+                        os.kill(pid, number)
 
     def _reap(self) -> None:
         """Report ranks that ended, and take in orphans."""

@@ -23,6 +23,8 @@ LOST_S = 8.0
 SLICE_S = 0.1
 RETRY_S = 0.2
 MAX_STRANGERS = 64
+# What launchers tell each other, beside the beat. The other words in an inbox are this launcher's own.
+TOLD = ("start", "stop", "verdict", "refused", "failed", "ended")
 _SIOCGIFADDR = 0x8915
 
 Patience = Callable[[], None]
@@ -100,7 +102,7 @@ class _Link:
         reason = "its launcher closed the connection"
         try:
             while (word := self._sealed.receive_word()) is not None:
-                if word.get("kind") != "beat":
+                if word.get("kind") in TOLD:
                     self._inbox.put((self.node, word))
         except TimeoutError:
             reason = f"its launcher said nothing for {LOST_S:.0f} s"
@@ -165,29 +167,30 @@ class Head:
                 return
         if word.get("want") == "store":
             serve_store(sealed, lambda: self._store_port)
-        elif word.get("want") == "join":
-            self._welcome(sealed, word)
+        elif word.get("want") == "join" and isinstance(word.get("node"), int):
+            asked = {"ranks": word.get("ranks"), "nodes": word.get("nodes"), "sealed": sealed}
+            self._inbox.put((word["node"], {"kind": "join", **asked}))
         else:
             sealed.close()
 
-    def _welcome(self, sealed: Sealed, word: dict[str, Any]) -> None:
-        node, ranks, nodes = word.get("node"), word.get("ranks"), word.get("nodes")
+    def _welcome(self, node: int, ranks: object, nodes: object, sealed: Sealed) -> None:
+        """A machine wants to join. Only the thread that supervises decides, so two cannot take one place."""
         refusal = ""
         if nodes != self._job.nodes:
             refusal = f"it counts {nodes} machines, machine 0 counts {self._job.nodes}"
-        elif not isinstance(node, int) or not 0 < node < self._job.nodes or not isinstance(ranks, int) or ranks < 1:
+        elif not 0 < node < self._job.nodes or not isinstance(ranks, int) or ranks < 1:
             refusal = f"it says it is machine {node} with {ranks} ranks"
         elif node in self._links:
             refusal = f"machine {node} is here already"
-        if refusal or not isinstance(node, int) or not isinstance(ranks, int):
-            sealed.send_word(kind="refused", reason=refusal)
+        if refusal or not isinstance(ranks, int):
+            with contextlib.suppress(OSError):  # it has gone already
+                sealed.send_word(kind="refused", reason=refusal)
             sealed.close()
-            self._inbox.put((-1, {"kind": "note", "text": f"refused a machine: {refusal}"}))
+            self._note(f"refused a machine: {refusal}")
             return
         link = _Link(node, sealed, self._inbox)
         self._sizes[node], self._links[node] = ranks, link
-        self._inbox.put((node, {"kind": "joined"}))
-        link.read()
+        threading.Thread(target=link.read, name=f"machine {node}", daemon=True).start()
 
     # What an attempt needs -----------------------------------------------------------------------------------------
 
@@ -199,12 +202,12 @@ class Head:
             self._hear(SLICE_S)
             now = time.monotonic()
             missing = [node for node in range(1, self._job.nodes) if node not in self._links]
-            names = ", ".join(map(str, missing))
-            if now > deadline:
-                raise LaunchError(f"machine {names} did not come within {self._job.join_timeout_s:.0f} s")
-            if now > told_at:
+            names = f"machine{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            if missing and now > deadline:
+                raise LaunchError(f"{names} did not come within {self._job.join_timeout_s:.0f} s")
+            if missing and now > told_at:
                 told_at = now + 30.0
-                self._note(f"waiting for machine {names} at {self._job.master_addr}:{self._job.master_port}")
+                self._note(f"waiting for {names} at {self._job.master_addr}:{self._job.master_port}")
         self._failures, self._ended = [], {}
         self._keep_port()
         first, seats = 0, {}
@@ -253,6 +256,8 @@ class Head:
             kind = word.get("kind")
             if kind == "note":
                 self._note(word["text"])
+            elif kind == "join":
+                self._welcome(node, word["ranks"], word["nodes"], word["sealed"])
             elif kind == "failed":
                 self.failed(failure_from(word["failure"]))
             elif kind == "ended":

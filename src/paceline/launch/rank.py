@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.errors import UsageError
-from paceline.launch.failure import FATAL, HEADER, End
+from paceline.launch.failure import End
 from paceline.launch.lines import Lines
+from paceline.launch.tracebacks import begins, is_whole
 from paceline.progress import ProgressBoard
 from paceline.tell import TellReader, describe_descriptor
 
@@ -98,10 +99,10 @@ class Rank:
         """
         lines = self._take(self.err_lines, data, now)
         self._last_err.extend(lines)
-        start = next((number for number, line in enumerate(lines) if line.startswith((HEADER, FATAL))), None)
+        start = next((number for number, line in enumerate(lines) if begins(line)), None)
         if start is not None:
             self.cried_at = now
-        elif now - self._held_at > PAUSE_S and _is_whole(self._held) and _goes_on(lines):
+        elif now - self._held_at > PAUSE_S and is_whole(self._held) and _goes_on(lines):
             return [*self._let_go(), *lines]
         if not self._held and start is None:
             return lines
@@ -159,14 +160,6 @@ class Rank:
                 os.close(descriptor)
         if self._log is not None:
             self._log.close()
-
-
-def _is_whole(held: list[str]) -> bool:
-    """Whether the held traceback has come to its last line. What faulthandler writes is followed by an end."""
-    if not held or held[0].startswith(FATAL):
-        return False
-    start = max(number for number, line in enumerate(held) if line.startswith((HEADER, FATAL)))
-    return any(line and not line.startswith(" ") for line in held[start + 1 :])
 
 
 def _goes_on(lines: list[str]) -> bool:

@@ -29,9 +29,6 @@ def supervise(job: Job, listener: Listener) -> Outcome:
         nodes = meet_nodes(job, note)
         try:
             return _attempts(job, listener, requests, nodes)
-        except _Ended as ended:
-            failure = interrupted(signal.Signals(ended.number).name, _code_of(ended.number))
-            return Outcome(failure.exit_code, failure, 0, str(ended))
         finally:
             nodes.close()
 
@@ -43,15 +40,19 @@ def _attempts(job: Job, listener: Listener, requests: Requests, nodes: Nodes) ->
             raise _Ended(number)
 
     attempt = 0
-    while True:
-        seat = nodes.begin(attempt, patience)
-        result = Attempt(job, seat, listener, requests, nodes).run()
-        again = attempt < job.max_restarts and not result.signal and result.exit_code not in job.final_codes
-        verdict = nodes.settle(_told_to_others(result), again, patience)
-        if not verdict.again or verdict.failure is None:
-            return _outcome(result, verdict.failure, attempt)
-        attempt += 1
-        listener.restarting(attempt, verdict.failure)
+    try:
+        while True:
+            seat = nodes.begin(attempt, patience)
+            result = Attempt(job, seat, listener, requests, nodes).run()
+            again = attempt < job.max_restarts and not result.signal and result.exit_code not in job.final_codes
+            verdict = nodes.settle(_told_to_others(result), again, patience)
+            if not verdict.again or verdict.failure is None:
+                return _outcome(result, verdict.failure, attempt)
+            attempt += 1
+            listener.restarting(attempt, verdict.failure)
+    except _Ended as ended:
+        failure = interrupted(str(ended), _code_of(ended.number))
+        return Outcome(failure.exit_code, failure, attempt, str(ended))
 
 
 def _told_to_others(result: Result) -> Failure | None:

@@ -21,7 +21,7 @@ LEARN_FROM = 3
 REMEMBER = 101
 # A stopped process does nothing at all, so less patience is needed; a pause of two seconds is forgiven.
 STOPPED_S = 4.0
-# Shares of one processor over the time watched: below the first a process does nothing.
+# A share of one processor over the time watched, below which a process does nothing.
 IDLE_SHARE = 0.02
 # When the launcher itself was not run for this long, the ranks perhaps were not either.
 GAP_S = 2.0

@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.memory_plan.states import optimizer_of, precision_of
-from paceline.memory_plan.timeline import Height
+from paceline.memory_plan.timeline import GRADIENTS, Height
 from paceline.memory_plan.value import Line, Moment, RankPlan, Traffic
 
 MIB = 2**20
 BUCKET_BYTES = 25 * MIB
-GRADIENTS = "gradients"
 # Not counted by torch's allocator and not the same everywhere; `fits` would be wrong without them, so they are named.
 CUDA_CONTEXT_BYTES = 512 * MIB
 NCCL_BYTES = 512 * MIB

@@ -1,11 +1,10 @@
 """A plan as a bar chart. Needs matplotlib."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.memory_plan.files import require_picture
 from paceline.memory_plan.numbers import show_bytes
-from paceline.memory_plan.states import PlanError
 from paceline.memory_plan.value import MemoryPlan, RankPlan
 
 INK, FAINT, LIMIT = "#1d2433", "#6b7280", "#c1121f"
@@ -23,8 +22,7 @@ OTHERS = ("#8d99ae", "#b8c0cc", "#5c677d", "#a3b18a", "#d4a373", "#7d8597")
 
 def draw(plan: MemoryPlan, file: Path) -> None:
     """One bar per size of the world, cut into its lines, with the device's memory as a mark."""
-    if find_spec("matplotlib") is None:
-        raise PlanError("a chart needs matplotlib, which is not installed: pip install matplotlib")
+    require_picture("path", file)
     # Not pyplot: it keeps state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -46,7 +44,6 @@ def draw(plan: MemoryPlan, file: Path) -> None:
     _frame(axes, plan, widest, unit, name)
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=handles, ncols=5, fontsize=7.5, frameon=False, loc="lower left")
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
 
 

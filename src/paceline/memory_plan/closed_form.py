@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from paceline.memory_plan.assemble import (
     BUCKET_BYTES,
-    GRADIENTS,
     Course,
     Stock,
     Wish,
@@ -17,10 +16,11 @@ from paceline.memory_plan.assemble import (
 )
 from paceline.memory_plan.numbers import require_count, require_positive, show_count
 from paceline.memory_plan.states import PlanError, Precision, convention, optimizer_of, precision_of, update_way
-from paceline.memory_plan.timeline import HEAP_BLOCK_BYTES, Height
+from paceline.memory_plan.timeline import ACTIVATIONS, CASTS, GRADIENTS, HEAP_BLOCK_BYTES, LOGITS, TEMPORARIES, Height
 from paceline.memory_plan.value import Line, MemoryPlan
 
 DEVICES = ("cpu", "cuda")
+WIDEST = 32768  # that is guessed
 USUAL_ASPECT = 64  # width per layer, as in the smallest GPT-2
 MIB = 2**20
 CUBLAS_BYTES = 64 * MIB  # forward and backward run on two threads, each with a handle and a workspace of its own
@@ -92,13 +92,7 @@ def plan_params(
     if backward_s is None and require_positive("tflops", tflops) is not None:
         assert tflops is not None
         backward_s = backward_flops(shape, batch) / (tflops * 1e12)
-    wish = Wish(
-        world_sizes(ranks),
-        require_count("accumulate", accumulate),
-        None if device_bytes is None else require_count("device_bytes", device_bytes),
-        link_speed(link_gbit),
-        require_positive("backward_s", backward_s),
-    )
+    wish = make_wish(ranks, accumulate, device_bytes, link_gbit, backward_s)
     count = shape.params
     always = (
         Line("parameters", precision.parameter * count, times(precision.parameter, count)),
@@ -173,10 +167,10 @@ def _course(shape: Transformer, precision: Precision, batch: int) -> Course:
 
 
 NAMES = {
-    "activations": "activations",
-    "casts": "weights in bfloat16",
-    "logits": "logits and loss",
-    "temporaries": "temporaries of backward",
+    "activations": ACTIVATIONS,
+    "casts": CASTS,
+    "logits": LOGITS,
+    "temporaries": TEMPORARIES,
     "gradients": GRADIENTS,
 }
 
@@ -209,17 +203,30 @@ def backward_flops(shape: Transformer, batch: int) -> int:
     return (4 + again) * shape.params * tokens + (4 + again) * shape.layers * tokens * shape.seq * shape.width
 
 
+def make_wish(
+    ranks: int | Sequence[int],
+    accumulate: int,
+    device_bytes: int | None,
+    link_gbit: float | None,
+    backward_s: float | None,
+) -> Wish:
+    """What was asked for beside the model, checked."""
+    speed = require_positive("link_gbit", link_gbit)
+    return Wish(
+        world_sizes(ranks),
+        require_count("accumulate", accumulate),
+        None if device_bytes is None else require_count("device_bytes", device_bytes),
+        None if speed is None else speed * 1e9 / 8,
+        require_positive("backward_s", backward_s),
+    )
+
+
 def world_sizes(ranks: int | Sequence[int]) -> tuple[int, ...]:
     """One size of the world, or several."""
     given = tuple(ranks) if isinstance(ranks, Sequence) else (ranks,)
     if not given:
         raise PlanError("ranks=(): expected one or more numbers of ranks")
     return tuple(require_count("ranks", item) for item in given)
-
-
-def link_speed(link_gbit: float | None) -> float | None:
-    speed = require_positive("link_gbit", link_gbit)
-    return None if speed is None else speed * 1e9 / 8
 
 
 def _shape(
@@ -237,20 +244,48 @@ def _shape(
     for name, value in given.items():
         if value is not None:
             require_count(name, value)
-    guessed_layers, guessed_width = guess(count, seq, vocab, layers, width, tied)
-    guessed_heads = heads or max(1, guessed_width // 64)
+    guessed_layers, guessed_width = guess(count, seq, vocab, layers, width, tied, heads or 1)
+    guessed_heads = heads or usual_heads(guessed_width)
     guesses = {"layers": guessed_layers, "width": guessed_width, "heads": guessed_heads}
     words = ", ".join(f"{name} {guesses[name]}" for name, value in given.items() if value is None)
     notes = [f"guessed from the number of parameters: {words}"] if words else []
     shape = Transformer(count, guessed_layers, guessed_width, guessed_heads, seq, vocab, tied, checkpointing)
+    _refuse_impossible(shape)
     return shape, notes
 
 
+def _refuse_impossible(shape: Transformer) -> None:
+    if shape.width % shape.heads:
+        raise PlanError(f"heads={shape.heads}: expected a number that divides width={shape.width}")
+    tables = shape.table if shape.tied else 2 * shape.table
+    sizes = f"vocab={shape.vocab} × width={shape.width}{'' if shape.tied else ', twice,'}"
+    if shape.params <= tables:
+        raise PlanError(f"params={shape.params}: expected more than the {tables:,} that {sizes} takes")
+    # Blocks of another make have fewer weights than twelve squares of the width, but not half of them.
+    whole = tables + shape.block_weights
+    if whole > 2 * shape.params:
+        blocks = f"layers={shape.layers} of width={shape.width}"
+        raise PlanError(
+            f"params={shape.params}: expected about the {whole:,} that {blocks} take with vocab={shape.vocab}"
+        )
+
+
+def usual_heads(width: int) -> int:
+    """Heads about 64 wide that divide the width."""
+    return max(heads for heads in range(1, max(1, width // 64) + 1) if width % heads == 0)
+
+
 def guess(
-    params: int, seq: int, vocab: int, layers: int | None = None, width: int | None = None, tied: bool = True
+    params: int,
+    seq: int,
+    vocab: int,
+    layers: int | None = None,
+    width: int | None = None,
+    tied: bool = True,
+    heads: int = 1,
 ) -> tuple[int, int]:
-    """Layers and width of a decoder with about so many parameters, shaped as usual."""
-    widths = [width] if width else range(64, 32769, 64)
+    """Layers and width of a decoder with about so many parameters, shaped as usual. Heads divide a guessed width."""
+    widths = [width] if width else [size for size in range(64, WIDEST + 1, 64) if size % heads == 0]
     best: tuple[float, int, int] | None = None
     for candidate in widths:
         ends = (vocab * (1 if tied else 2) + seq) * candidate
@@ -260,5 +295,8 @@ def guess(
         odd = abs(math.log(candidate / depth / USUAL_ASPECT))
         if best is None or 20 * miss + odd < best[0]:
             best = (20 * miss + odd, depth, candidate)
-    assert best is not None
+    if best is None:
+        raise PlanError(
+            f"heads={heads}: no width up to {WIDEST} is a multiple of it and of 64; expected width= as well"
+        )
     return best[1], best[2]

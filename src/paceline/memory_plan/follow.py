@@ -14,10 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.memory_plan.states import PlanError
-from paceline.memory_plan.timeline import Event, Timeline
-
-ACTIVATIONS, LOGITS, CASTS = "activations", "logits and loss", "weights in bfloat16"
-TEMPORARIES, GRADIENTS = "temporaries of backward", "gradients"
+from paceline.memory_plan.timeline import ACTIVATIONS, CASTS, GRADIENTS, LOGITS, TEMPORARIES, Event, Timeline
 
 Loss = Callable[..., torch.Tensor]
 

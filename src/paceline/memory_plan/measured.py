@@ -1,7 +1,6 @@
 """What a step really took, beside what was planned."""
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,18 +65,6 @@ class Peak:
         return max(0, _kib(STATUS, "VmHWM") - self._before - mapped_twice) * 1024
 
 
-def measure(build: Callable[[], Callable[[], Any]], *, steps: int = 2, device: Any = "cpu") -> int:
-    """Bytes at the highest point of training: `build()` makes the model and returns a function that does one step.
-
-    The first step makes the optimizer's states, so the second is the first that is like all others.
-    """
-    peak = Peak(device)
-    step = build()
-    for _ in range(steps):
-        step()
-    return peak.nbytes()
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """A plan beside a measurement."""
@@ -89,13 +76,6 @@ class Comparison:
     def off(self) -> float:
         """0.05: the plan is 5 % above what was measured."""
         return self.planned_bytes / self.measured_bytes - 1
-
-    def __str__(self) -> str:
-        sign = "above" if self.off >= 0 else "below"
-        return (
-            f"memory planned {show_bytes(self.planned_bytes)}, measured {show_bytes(self.measured_bytes)}: "
-            f"the plan is {abs(self.off):.1%} {sign}"
-        )
 
 
 def compare(

@@ -9,6 +9,7 @@ from paceline.memory_plan.states import PlanError
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+HIGHEST = 10**18
 
 
 def parse_count(field: str, text: str) -> int:
@@ -24,7 +25,7 @@ def parse_bytes(field: str, text: str) -> int:
 def parse_list(field: str, text: str) -> tuple[int, ...]:
     """`1,2,4` → (1, 2, 4)."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and len(part) <= 18 and int(part) > 0 for part in parts):
         raise PlanError(f"{field}={text!r}: expected whole numbers above 0, such as 1,2,4,8")
     return tuple(int(part) for part in parts)
 
@@ -33,14 +34,15 @@ def _scaled(field: str, text: str, units: dict[str, int], expected: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)", text.strip().replace("_", ""))
     if found is None or found[2].upper() not in units:
         raise PlanError(f"{field}={text!r}: expected {expected}")
-    return require_count(field, round(float(found[1]) * units[found[2].upper()]))
+    number = float(found[1]) * units[found[2].upper()]
+    return require_count(field, round(number) if math.isfinite(number) else number)
 
 
-def require_count(field: str, value: Any, lowest: int = 1) -> int:
-    """A whole number of at least `lowest`; 124e6 is one too."""
-    whole = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-    if not whole or value != int(value) or value < lowest:
-        raise PlanError(f"{field}={value!r}: expected a whole number, at least {lowest}")
+def require_count(field: str, value: Any) -> int:
+    """A whole number above 0; 124e6 is one too."""
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not whole or isinstance(value, bool) or not 1 <= value <= HIGHEST:
+        raise PlanError(f"{field}={value!r}: expected a whole number, at least 1 and at most 10^18")
     return int(value)
 
 
@@ -54,7 +56,7 @@ def require_positive(field: str, value: float | None) -> float | None:
 
 
 def show_bytes(count: float) -> str:
-    """65536 → `64.0 KiB`."""
+    """65536 → `64 KiB`."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":

@@ -11,21 +11,19 @@ from torch.utils._pytree import tree_leaves
 from paceline.bare import bare
 from paceline.layout import BucketCaps, ParamMeta, plan_layout
 from paceline.memory_plan.assemble import (
-    GRADIENTS,
     Course,
     CourseAt,
     Stock,
-    Wish,
     rank_plans,
     state_lines,
     times,
     update_lines,
 )
-from paceline.memory_plan.closed_form import CUBLAS_BYTES, DEVICES, link_speed, world_sizes
+from paceline.memory_plan.closed_form import CUBLAS_BYTES, DEVICES, make_wish
 from paceline.memory_plan.follow import Errand, Loss, follow, samples_of
-from paceline.memory_plan.numbers import require_count, require_positive, show_count
+from paceline.memory_plan.numbers import show_count
 from paceline.memory_plan.states import PlanError, convention, optimizer_of, precision_of, update_way
-from paceline.memory_plan.timeline import HEAP_BLOCK_BYTES, Height, Timeline, between, highest
+from paceline.memory_plan.timeline import GRADIENTS, HEAP_BLOCK_BYTES, Height, Timeline, between, highest
 from paceline.memory_plan.value import Line, MemoryPlan
 
 CUDA_GRAIN = 512  # what CUDA's allocator rounds up to
@@ -70,13 +68,7 @@ def plan(
     place = _device_of(device, params[0][1])
     word = dtype if dtype is not None else _dtype_word(params[0][1])
     precision, (name, way, group) = precision_of(word), _optimizer(optimizer, place, foreach, fused)
-    wish = Wish(
-        world_sizes(ranks),
-        require_count("accumulate", accumulate),
-        None if device_bytes is None else require_count("device_bytes", device_bytes),
-        link_speed(link_gbit),
-        require_positive("backward_s", backward_s),
-    )
+    wish = make_wish(ranks, accumulate, device_bytes, link_gbit, backward_s)
     cast = None if dtype is None else (torch.float32 if precision.parameter == 4 else torch.bfloat16)
     stock = _stock(model, params, place, word, name, way, group, cast)
     notes: list[str] = []

@@ -17,6 +17,7 @@ UPDATES: dict[str, dict[str, bool | None]] = {
 
 
 def option(default: Any, about: str) -> Any:
+    """A field that command lines show with the text `about`."""
     return field(default=default, metadata={"about": about})
 
 
@@ -31,17 +32,19 @@ class PlanSettings:
     dtype: str = option("bf16", f"one of {', '.join(PRECISIONS)}; bf16 is autocast")
     optimizer: str = option("adamw", f"one of {', '.join(OPTIMIZERS)}")
     ranks: str = option("1,2,4,8", "sizes of the world, comma-separated")
-    layers: int = option(0, "blocks; 0: guessed from the parameters")
-    width: int = option(0, "width of the residual stream; 0: guessed")
-    heads: int = option(0, "heads of attention; 0: guessed")
+    layers: int | None = option(None, "blocks; guessed from the parameters where it is not given")
+    width: int | None = option(None, "width of the residual stream; guessed where it is not given")
+    heads: int | None = option(None, "heads of attention; guessed where it is not given")
     untied: bool = option(False, "the head has a matrix of its own")
     checkpointing: bool = option(False, "blocks are recomputed in backward instead of kept")
     accumulate: int = option(1, "micros of one step")
     update: str = option("auto", f"how the optimizer updates: {', '.join(UPDATES)}")
     device: str = option("cuda", f"one of {', '.join(DEVICES)}")
-    device_memory: str = option("", "memory of one device, such as 24GiB: whether it fits, and the largest batch")
-    link_gbit: float = option(0.0, "speed of a rank's link in Gbit/s; 0: unknown")
-    tflops: float = option(0.0, "what a rank really computes per second; 0: unknown")
+    device_memory: str | None = option(
+        None, "memory of one device, such as 24GiB: whether it fits, and the largest batch"
+    )
+    link_gbit: float | None = option(None, "speed of a rank's link in Gbit/s")
+    tflops: float | None = option(None, "what a rank really computes per second")
 
     def plan(self) -> MemoryPlan:
         """The answer."""
@@ -52,9 +55,9 @@ class PlanSettings:
             self.batch,
             self.seq,
             self.vocab,
-            layers=_given(self.layers),
-            width=_given(self.width),
-            heads=_given(self.heads),
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
             tied=not self.untied,
             checkpointing=self.checkpointing,
             optimizer=self.optimizer,
@@ -62,12 +65,8 @@ class PlanSettings:
             ranks=parse_list("ranks", self.ranks),
             accumulate=self.accumulate,
             device=self.device,
-            device_bytes=parse_bytes("device_memory", self.device_memory) if self.device_memory else None,
-            link_gbit=_given(self.link_gbit),
-            tflops=_given(self.tflops),
+            device_bytes=None if self.device_memory is None else parse_bytes("device_memory", self.device_memory),
+            link_gbit=self.link_gbit,
+            tflops=self.tflops,
             **UPDATES[self.update],
         )
-
-
-def _given(value: Any) -> Any:
-    return value or None

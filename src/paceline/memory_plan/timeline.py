@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+# What a storage is for. Plans by number and by following a model call it the same.
+ACTIVATIONS, LOGITS, CASTS = "activations", "logits and loss", "weights in bfloat16"
+TEMPORARIES, GRADIENTS = "temporaries of backward", "gradients"
 # glibc's malloc maps larger blocks one by one and gives them back at once; smaller ones share a heap.
 HEAP_BLOCK_BYTES = 32 * 2**20
 
