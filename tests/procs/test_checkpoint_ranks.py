@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: one mind about what was saved, what is loaded, and when to stop."""
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -19,11 +20,13 @@ from paceline.checkpoint import (
     NoCheckpoint,
     PerRank,
     Preemption,
+    arrive,
     digest,
     rng_state,
     set_rng_state,
 )
-from paceline.errors import CollectiveMismatch
+from paceline.collectives import TorchDistTransport, finish
+from paceline.errors import CollectiveMismatch, PeerAbsent
 from tests.pool import Pool
 
 WRAPPERS: dict[str, Any] = {
@@ -166,12 +169,16 @@ def test_all_ranks_learn_that_a_save_has_failed_and_go_on(procs: Pool, tmp_path:
     assert kept == ["step-00000001", "step-00000004"]
 
 
-def save_different_steps(rank: int, size: int, directory: str) -> str:
-    try:
-        Checkpointer(directory).save(5 + rank, note=1)
-    except CollectiveMismatch as error:
-        return str(error)
-    return "saved"
+def save_different_things(rank: int, size: int, directory: str) -> tuple[str, str]:
+    checkpointer = Checkpointer(directory)
+    with pytest.raises(CollectiveMismatch) as steps:
+        checkpointer.save(5 + rank, note=1)
+    with pytest.raises(CollectiveMismatch) as models:
+        checkpointer.save(5, model=nn.Linear(2, 2 + rank, bias=rank == 0))
+    assert models.value.ranks == (1,)
+    checkpointer.save(6, note=1)
+    checkpointer.wait()
+    return str(steps.value), str(models.value)
 
 
 def load_into_different_models(rank: int, size: int, directory: str) -> tuple[str, bool]:
@@ -190,13 +197,51 @@ def save_linear(rank: int, size: int, directory: str) -> None:
 
 
 def test_ranks_that_are_not_of_one_mind_are_told(procs: Pool, tmp_path: Path) -> None:
-    for told in procs(2).run(save_different_steps, str(tmp_path / "steps")):
-        assert "rank 0 saves step 5; rank 1 saves step 6" in told
+    for steps, models in procs(2).run(save_different_things, str(tmp_path / "saves")):
+        assert "rank 0 called Checkpointer.save(5); rank 1 called Checkpointer.save(6)" in steps
+        assert (
+            "'weight': expected float32 of shape (2, 2) as on rank 0, got float32 of shape (3, 2) on rank 1" in models
+        )
+        assert "'bias': expected float32 of shape (2,) as on rank 0, got no such tensor on rank 1" in models
     procs(2).run(save_linear, str(tmp_path / "models"))
     results = procs(2).run(load_into_different_models, str(tmp_path / "models"))
     for told, untouched in results:
         assert "first difference is 'weight': expected float32 of shape (3, 2), got float32 of shape (2, 2)" in told
         assert untouched
+
+
+def save_on_one_rank(rank: int, size: int, directory: str) -> list[str]:
+    """Rank 1 goes on with its next backward, then with something that no other rank can see."""
+    checkpointer, told = Checkpointer(directory, timeout=60), []
+    group, bucket = dist.group.WORLD, torch.ones(3)
+    assert group is not None
+    transport = TorchDistTransport(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrive, "SLICE_S", 0.8)  # longer than the half second after which a wait can be seen
+        patch.setattr(arrive, "STUCK_S", 0.5)
+        if rank == 0:
+            with pytest.raises(CollectiveMismatch) as wrong:
+                checkpointer.save(1, note=1)
+            told.append(f"{wrong.value.ranks} {wrong.value}")
+        finish(transport.all_reduce(bucket), what="bucket 0 of backward 2", watch=transport.watch, timeout_s=20)
+        if rank == 0:
+            with pytest.raises(PeerAbsent, match=re.escape(f"s in {arrive.BARRIER} for rank 1")):
+                paceline.barrier(timeout=0.1)
+            with pytest.raises(PeerAbsent) as late:
+                Checkpointer(directory, timeout=0.1).save(1, note=1)
+            told.append(f"{late.value.ranks} {late.value}")
+        dist.barrier()
+        checkpointer.save(2, note=2)
+        checkpointer.wait()
+    return told
+
+
+def test_ranks_that_do_not_save_are_named_soon(procs: Pool, tmp_path: Path) -> None:
+    (elsewhere, late), _ = procs(2).run(save_on_one_rank, str(tmp_path))
+    assert elsewhere.startswith("(1,) rank 0 called Checkpointer.save(1) and has waited ")
+    assert "s, but rank 1 waits in bucket 0 of backward 2. All ranks must make the same call" in elsewhere
+    assert late.startswith("(1,) ") and "s for rank 1, more than timeout=0.1 s" in late
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def save_by_seconds(rank: int, size: int, directory: str) -> list[int]:

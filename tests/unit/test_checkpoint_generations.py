@@ -163,6 +163,7 @@ def test_old_probes_are_removed_and_new_ones_are_not(tmp_path: Path) -> None:
     for name in (".seen-5f-0", ".seen-5f-1"):
         (tmp_path / name).touch()
     os.utime(tmp_path / ".seen-5f-0", (1, 1))
+    (tmp_path / ".seen-5f-2").symlink_to("nowhere")  # as one that goes away while it is looked at
     assert generations.remove_abandoned(tmp_path) == [tmp_path / ".seen-5f-0"]
 
 

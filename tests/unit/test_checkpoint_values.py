@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.checkpoint import digest, export_weights, rng_state, set_rng_state
+from paceline.checkpoint import NotSaved, digest, export_weights, rng_state, set_rng_state
 from paceline.checkpoint.snapshot import Staging, pack, unpack
-from paceline.checkpoint.tensor_file import TensorFile
-from paceline.checkpoint.tree import NATIVE, Encoder, decode
 from paceline.errors import UsageError
+from paceline.stored.tensor_file import TensorFile
+from paceline.stored.tree import NATIVE, Encoder, decode
 from tests.models import mlp
 
 
@@ -215,6 +215,8 @@ def test_exported_weights_load_into_the_bare_model(tmp_path: Path) -> None:
     other.load_state_dict(safetensors.torch.load_file(path))
     assert digest(other, None, 0) == digest(model, None, 0)
     assert [entry.name for entry in path.parent.iterdir()] == ["weights.safetensors"]
+    with pytest.raises(NotSaved, match=r"the weights could not be written to .*: \[Errno 17\] File exists"):
+        export_weights(model, path / "below a file")
 
 
 def test_the_digest_sees_every_part() -> None:

@@ -1,5 +1,6 @@
 """What ranks tell each other about checkpoints, by checked collectives. A world of one tells itself."""
 
+import hashlib
 import json
 import math
 import time
@@ -10,8 +11,8 @@ import torch.distributed as dist
 
 from paceline.checkpoint.faults import Damaged, Skipped
 from paceline.checkpoint.generations import Generation
-from paceline.checkpoint.tensor_file import bytes_of
 from paceline.collectives.checked import all_gather, all_reduce
+from paceline.stored.tensor_file import bytes_of
 
 Group = dist.ProcessGroup | None
 _NOTHING = (-1, 0)
@@ -51,6 +52,11 @@ def gather_bytes(blob: bytes, group: Group) -> list[bytes]:
 def gather_text(text: str, group: Group) -> list[str]:
     """The text of every rank; one round trip when nobody has any."""
     return [blob.decode() for blob in gather_bytes(text.encode(), group)]
+
+
+def number_of(text: str) -> int:
+    """A number of 60 bits that differs when the text does."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
 class Cadence:

@@ -1,6 +1,5 @@
 """`Checkpointer`: saves and loads generations, with all ranks of one mind about them."""
 
-import hashlib
 import json
 import os
 import secrets
@@ -16,16 +15,18 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import generations
-from paceline.checkpoint.agree import Cadence, Group, gather, gather_text, here, newest_on_all
+from paceline.checkpoint.agree import Cadence, Group, gather, gather_text, here, newest_on_all, number_of
+from paceline.checkpoint.arrive import arrive
 from paceline.checkpoint.faults import CheckpointMismatch, Damaged, NoCheckpoint, NotSaved, Skipped
 from paceline.checkpoint.generations import NAME, Generation
 from paceline.checkpoint.manifest import FILE, Manifest, versions
 from paceline.checkpoint.restore import Restored
+from paceline.checkpoint.shapes import as_text, different_models
 from paceline.checkpoint.sight import is_writer
 from paceline.checkpoint.snapshot import MODEL, STATE, TREE, Snapshot, Staging, describe
 from paceline.checkpoint.write import Parts, ignore, write_generation
 from paceline.checkpoint.writing import Writing
-from paceline.errors import CollectiveMismatch, UsageError
+from paceline.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class Checkpointer:
     file, and gets its name when all of it is on disk; older ones are removed after that. A save that fails is told to
     all ranks by their next call, and training may go on. The writer keeps host memory for one copy of the state.
 
-    `busy` says what a save does when the one before is still being written: "wait" or "skip".
+    `busy` says what a save does when the one before is still being written: "wait" or "skip". `timeout` is how long a
+    rank waits for others to come to the same call, before it raises PeerAbsent; those that wait in another collective
+    are found in seconds, without it.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Checkpointer:
         busy: Literal["wait", "skip"] = "wait",
         on_event: Callable[[Event], None] | None = None,
         group: Group = None,
+        timeout: float | None = None,
     ) -> None:
         if type(keep) is not int or keep < 2:
             raise UsageError(f"keep must be a whole number of at least 2, got {keep!r}: one may be damaged")
@@ -110,6 +114,8 @@ class Checkpointer:
             raise UsageError(f"every_seconds must be a number above 0, or None, got {every_seconds!r}")
         if busy not in ("wait", "skip"):
             raise UsageError(f"busy must be 'wait' or 'skip', got {busy!r}")
+        if timeout is not None and not timeout > 0:
+            raise UsageError(f"timeout must be a number of seconds above 0, or None, got {timeout!r}")
         self.directory = Path(directory)
         self._keep = keep
         self._asynchronous = asynchronous
@@ -118,6 +124,7 @@ class Checkpointer:
         self._busy = busy
         self._on_event = on_event or ignore
         self._group = group
+        self._timeout = timeout
         # Ten times as often as a save is due, so that it is at most a tenth late.
         self._cadence = Cadence((every_seconds or 0.0) / 10, group)
         self._saved_at = time.monotonic()
@@ -148,6 +155,7 @@ class Checkpointer:
         if type(step) is not int or step < 0:
             raise UsageError(f"step must be a whole number of at least 0, got {step!r}")
         started = time.perf_counter()
+        arrive(f"Checkpointer.save({step})", self._group, self._timeout)
         snapshot = describe(model, optimizer, more, self._group)
         skip = self._busy == "skip" and self._writing is not None and not self._writing.done
         waiting = time.perf_counter()
@@ -166,6 +174,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Return when what was saved is on disk. Raises NotSaved, on all ranks, if it could not be written."""
+        arrive("Checkpointer.wait()", self._group, self._timeout)
         problem = self._settle()
         if problem is not None:
             raise problem
@@ -185,6 +194,7 @@ class Checkpointer:
 
     def latest(self) -> Generation | None:
         """The newest generation that is whole on all ranks, every byte compared, or None."""
+        arrive("Checkpointer.latest()", self._group, self._timeout)
         self.close()
         return self._newest(self.directory, generations.verify)[0]
 
@@ -202,6 +212,7 @@ class Checkpointer:
         directory of them. Every byte is compared before anything is changed. Raises NoCheckpoint if there is none that
         is whole on all ranks, and CheckpointMismatch if it is not of this model; both on all ranks.
         """
+        arrive("Checkpointer.load()", self._group, self._timeout)
         self.close()
         restored, skipped = self._read(generation)
         problem: CheckpointMismatch | None = None
@@ -217,19 +228,15 @@ class Checkpointer:
     def _agree(self, step: int, snapshot: Snapshot, skip: bool) -> tuple[Manifest, bool, NotSaved | None]:
         """The new generation, whether it is skipped, and what went wrong with the one before."""
         report = self._report()
-        shapes = int(hashlib.sha256(repr(snapshot.shapes).encode()).hexdigest()[:15], 16)
-        own = [step, shapes, self._next_number(), bool(report), skip, secrets.randbits(60)]
+        shapes = as_text(snapshot.shapes)
+        own = [number_of(shapes), self._next_number(), bool(report), skip, secrets.randbits(60)]
         rows = gather(own, self._group)
-        if len({row[:2] for row in rows}) > 1:
-            told = "; ".join(f"rank {rank} saves step {row[0]}" for rank, row in enumerate(rows))
-            raise CollectiveMismatch(
-                f"the ranks are about to save different things: {told}, or models of different shapes; "
-                f"all ranks must call save() in the same step with the same model; nothing was saved"
-            )
-        self._number = max(row[2] for row in rows)
-        problem = self._tell(report) if any(row[3] for row in rows) else None
-        manifest = Manifest(step, self._number, rows[0][5], len(rows), {}, snapshot.shapes, self._versions)
-        return manifest, any(row[4] for row in rows), problem
+        if len({row[0] for row in rows}) > 1:
+            raise different_models(gather_text(shapes, self._group))
+        self._number = max(row[1] for row in rows)
+        problem = self._tell(report) if any(row[2] for row in rows) else None
+        manifest = Manifest(step, self._number, rows[0][4], len(rows), {}, snapshot.shapes, self._versions)
+        return manifest, any(row[3] for row in rows), problem
 
     def _settle(self) -> NotSaved | None:
         self.close()

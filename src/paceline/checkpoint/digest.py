@@ -10,8 +10,8 @@ from torch import nn
 
 from paceline.bare import bare
 from paceline.checkpoint.snapshot import state_of
-from paceline.checkpoint.tensor_file import bytes_of
-from paceline.checkpoint.tree import Encoder, dtype_name
+from paceline.stored.tensor_file import bytes_of
+from paceline.stored.tree import Encoder, dtype_name
 
 
 def digest(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, step: int, cursor: Any = None) -> str:

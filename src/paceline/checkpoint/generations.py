@@ -18,7 +18,7 @@ import torch
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.faults import Damaged
 from paceline.checkpoint.manifest import FileRecord, Manifest
-from paceline.checkpoint.tensor_file import bytes_of
+from paceline.stored.tensor_file import bytes_of
 
 PROBE = re.compile(r"\.seen-[0-9a-f]+-\d+\Z")
 NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?\Z")
@@ -210,7 +210,7 @@ def remove_abandoned(directory: Path) -> list[Path]:
     """Remove what killed processes left: half-written generations, and old probes. Returns what went."""
     gone = []
     for path in directory.iterdir():
-        if PROBE.match(path.name) and time.time() - path.stat().st_mtime > PROBE_S:
+        if PROBE.match(path.name) and _age_s(path) > PROBE_S:
             path.unlink(missing_ok=True)
             gone.append(path)
         if TEMPORARY.match(path.name) and _is_abandoned(path):
@@ -218,6 +218,13 @@ def remove_abandoned(directory: Path) -> list[Path]:
                 shutil.rmtree(path)
             gone.append(path)
     return gone
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:  # its rank has just removed it
+        return 0.0
 
 
 def _is_abandoned(path: Path) -> bool:

@@ -11,9 +11,10 @@ from torch import nn
 from paceline.bare import bare
 from paceline.checkpoint.faults import CheckpointMismatch, Damaged
 from paceline.checkpoint.generations import Generation, content
-from paceline.checkpoint.snapshot import MODEL, STATE, TREE, shapes_of, unpack
-from paceline.checkpoint.tensor_file import TensorFile, bytes_of
-from paceline.checkpoint.tree import decode
+from paceline.checkpoint.shapes import check_model, shapes_of
+from paceline.checkpoint.snapshot import MODEL, STATE, TREE, unpack
+from paceline.stored.tensor_file import TensorFile, bytes_of
+from paceline.stored.tree import decode
 
 # States of torch's optimizers that have an entry for every element of their parameter.
 SHAPED_LIKE_PARAMS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
@@ -70,7 +71,10 @@ class Restored:
                 )
 
     def put(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any]) -> None:
-        """Copy into the objects."""
+        """Copy into the objects; first into those that may refuse their state by themselves, as a Loader does."""
+        for name, value in more.items():
+            state = self.more[name][self._rank] if name in self._per_rank else self.more[name]
+            (bare(value) if isinstance(value, nn.Module) else value).load_state_dict(state)
         if model is not None:
             weights = OrderedDict(self.model)
             if self._metadata is not None:
@@ -78,9 +82,6 @@ class Restored:
             bare(model).load_state_dict(weights)
         if optimizer is not None:
             optimizer.load_state_dict(self.optimizer)
-        for name, value in more.items():
-            state = self.more[name][self._rank] if name in self._per_rank else self.more[name]
-            (bare(value) if isinstance(value, nn.Module) else value).load_state_dict(state)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         where, kind = self.generation.path, type(optimizer).__name__
@@ -105,27 +106,3 @@ class Restored:
                         f"{where}: {name!r} of the optimizer's parameter {number} has shape {tuple(tensor.shape)}, "
                         f"expected {tuple(param.shape)}; give the parameters in the order of the saved run"
                     )
-
-
-def check_model(
-    wanted: Mapping[str, tuple[str, tuple[int, ...]]], saved: Mapping[str, tuple[str, tuple[int, ...]]], where: str
-) -> None:
-    """Raise CheckpointMismatch with the first tensor in which a model and a generation differ."""
-    for name, (dtype, shape) in wanted.items():
-        if name not in saved:
-            near = next((other for other in saved if other not in wanted), None)
-            got = "no such tensor" + (f" (but {near!r}, which the model lacks)" if near else "")
-            raise _of_another_model(where, name, f"{dtype} of shape {shape}", got)
-        if saved[name] != (dtype, shape):
-            raise _of_another_model(
-                where, name, f"{dtype} of shape {shape}", f"{saved[name][0]} of shape {saved[name][1]}"
-            )
-    for name, (dtype, shape) in saved.items():
-        if name not in wanted:
-            raise _of_another_model(where, name, "no such tensor", f"{dtype} of shape {shape}")
-
-
-def _of_another_model(where: str, name: str, expected: str, got: str) -> CheckpointMismatch:
-    return CheckpointMismatch(
-        f"{where} is a checkpoint of another model; the first difference is {name!r}: expected {expected}, got {got}"
-    )

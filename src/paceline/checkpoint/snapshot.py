@@ -10,9 +10,10 @@ from torch import nn
 
 from paceline.bare import bare
 from paceline.checkpoint.agree import Group, gather_bytes
-from paceline.checkpoint.tensor_file import Layout, TensorFile, bytes_of, lay_out, views
-from paceline.checkpoint.tree import Encoder, decode, dtype_name
+from paceline.checkpoint.shapes import Kind, shapes_of
 from paceline.errors import UsageError
+from paceline.stored.tensor_file import Layout, TensorFile, bytes_of, lay_out, views
+from paceline.stored.tree import Encoder, decode
 
 MODEL, STATE, TREE = "model.safetensors", "state.safetensors", "state.json"
 
@@ -31,7 +32,7 @@ class Snapshot:
     tree: bytes
     model: Mapping[str, torch.Tensor]
     state: Mapping[str, torch.Tensor]
-    shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+    shapes: Mapping[str, Kind]
 
 
 def state_of(value: Any) -> Any:
@@ -41,21 +42,13 @@ def state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {
-        name: (dtype_name(value.dtype), tuple(value.shape))
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
 def describe(
     model: nn.Module | None, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any], group: Group
 ) -> Snapshot:
     """All that is to be saved. Raises UsageError for what cannot be. All ranks call it."""
     tree: dict[str, Any] = {}
     weights, rest = Encoder(), Encoder()
-    shapes = {}
+    shapes: Mapping[str, Kind] = {}
     if model is not None:
         state = bare(model).state_dict()
         shapes = shapes_of(state)

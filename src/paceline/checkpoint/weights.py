@@ -9,11 +9,11 @@ from torch import nn
 
 from paceline.bare import bare
 from paceline.checkpoint.faults import NotSaved
-from paceline.checkpoint.generations import temporary
+from paceline.checkpoint.generations import held, temporary
 from paceline.checkpoint.snapshot import Staging
-from paceline.checkpoint.tree import NATIVE
 from paceline.checkpoint.write import fsync, write_file
 from paceline.errors import UsageError
+from paceline.stored.tree import NATIVE
 
 
 def export_weights(model: nn.Module, path: str | Path) -> Path:
@@ -36,12 +36,13 @@ def export_weights(model: nn.Module, path: str | Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         home.mkdir()
-        write_file(home / path.name, staging.parts())
-        (home / path.name).replace(path)
+        with held(home):
+            write_file(home / path.name, staging.parts())
+            (home / path.name).replace(path)
         fsync(path.parent)
     except OSError as error:
         raise NotSaved(f"the weights could not be written to {path}: {error}", step=-1, rank=0) from error
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # the first error is the one to tell
             shutil.rmtree(home)
     return path

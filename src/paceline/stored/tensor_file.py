@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.checkpoint.tree import NATIVE, RESERVED
+from paceline.stored.tree import NATIVE, RESERVED
 
 _DTYPES = {word: dtype for dtype, word in NATIVE.items()}
 
@@ -38,8 +38,11 @@ class Layout:
     size: int
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
-    """The layout of a file of `tensors`: wide dtypes first, so that each tensor is aligned to its own elements."""
+def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+    """The layout of a file of `tensors`: wide dtypes first, so that each tensor is aligned to its own elements.
+
+    `metadata` is kept in the header, where readers of the format look for it.
+    """
     entries, at = [], 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         value = tensors[name]
@@ -54,7 +57,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> Layout:
         }
         for entry in entries
     }
-    text = json.dumps({RESERVED: {"format": "pt"}, **header}, separators=(",", ":")).encode()
+    text = json.dumps({RESERVED: {"format": "pt", **(metadata or {})}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return Layout(len(text).to_bytes(8, "little") + text, tuple(entries), at)
 
@@ -82,6 +85,7 @@ class TensorFile:
         header = json.loads(bytes(content[8 : 8 + length]))
         if not isinstance(header, dict) or not all(isinstance(fields, dict) for fields in header.values()):
             raise ValueError("the header is not a table of tensors")
+        self.metadata: Mapping[str, object] = header.get(RESERVED, {})
         self._body = flat[8 + length :]
         self._entries = {name: self._entry(name, fields) for name, fields in header.items() if name != RESERVED}
         self._given: dict[str, torch.Tensor] = {}
