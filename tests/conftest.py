@@ -120,10 +120,16 @@ def _leaked_group() -> list[str]:
 
 def _held_by_strangers(name: str, pool_pids: set[int]) -> bool:
     """Other people's programs use /dev/shm too; what a live process that is not ours has mapped is not our leak."""
+    try:
+        found = Path("/dev/shm", name).stat()
+    except FileNotFoundError:  # gone meanwhile
+        return True
+    # By number: a semaphore is mapped before it gets its name.
+    mapping = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     ours = pool_pids | {os.getpid()}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            if int(maps.parent.name) not in ours and f"/dev/shm/{name}" in maps.read_text():
+            if int(maps.parent.name) not in ours and mapping in maps.read_text():
                 return True
         except OSError:  # gone meanwhile, or not ours to read
             continue

@@ -1,4 +1,4 @@
-"""Real processes for tests, kept between tests because starting one costs seconds of importing torch.
+"""Real processes for tests, kept between tests and forked off one that has imported torch, because that costs seconds.
 
     results = procs(2).run(fn, *args)          # fn(rank, size, *args), module-level; one result per rank
     outcomes = procs(2).attempt(fn, *args)     # what became of each rank: a value, an error, or a death
@@ -7,13 +7,11 @@ Every call gets a fresh gloo group, the launcher's variables, seed 0 and one tor
 destroyed and the environment restored. A worker that died, or that had to be killed, is replaced for the next call.
 """
 
-import ctypes
 import faulthandler
 import importlib
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,12 +24,13 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-READY_S = 60.0
+from tests.template import READY_S, Fork, Template
+
+# Neighbours come from different templates: like ranks of a real job they hash strings differently.
+TEMPLATES = 2
 DEADLINE_S = 30.0
 # After the first failure of a `run`, the other ranks have this long to fail or finish in their own way.
 GRACE_S = 5.0
-_PR_SET_PDEATHSIG = 1
-_WORKER = "import sys; sys.path[:] = {path!r}; from tests.pool import serve; serve({fd}, {parent})"
 
 
 class RankFailed(Exception):
@@ -69,13 +68,12 @@ class _Call:
 class _Worker:
     """The parent's end of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, template: Template) -> None:
         self.connection, theirs = Pipe()
         with theirs:
-            code = _WORKER.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
-            command = [sys.executable, "-X", "faulthandler", "-c", code]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self.process: Fork = template.fork(theirs.fileno())
         self.ready = False
+        self._code: int | None = None
 
     def wait_ready(self) -> None:
         if not self.ready:
@@ -86,12 +84,15 @@ class _Worker:
             self.ready = True
 
     def end(self) -> int:
-        """Kill by id and reap. Returns the exit code."""
-        if self.process.poll() is None:
-            self.process.kill()
-        code = self.process.wait()
-        self.connection.close()
-        return code
+        """Kill and reap, once. Returns the exit code."""
+        if self._code is None:
+            self.connection.close()
+            self._code = self.process.end()
+        return self._code
+
+    @property
+    def ended(self) -> bool:
+        return self._code is not None
 
 
 class Pool:
@@ -99,36 +100,48 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
+        self._templates: list[Template] = []
 
     def __call__(self, size: int) -> "Ranks":
         return Ranks(self, size)
 
     def workers(self, size: int) -> list[_Worker]:
         """The first `size` workers, started or replaced where needed."""
+        self._templates = self._templates or [Template() for _ in range(TEMPLATES)]
         self.replace_dead()
-        self._workers += [_Worker() for _ in range(size - len(self._workers))]
+        self._workers += [self._start(index) for index in range(len(self._workers), size)]
         chosen = self._workers[:size]
         for worker in chosen:
             worker.wait_ready()
         return chosen
 
     def replace_dead(self) -> None:
-        """Start successors at once: they import torch while the tests go on."""
+        self._templates = [Template() if template.closed else template for template in self._templates]
         for index, worker in enumerate(self._workers):
-            if worker.process.poll() is not None:
+            if worker.ended or worker.process.dead:
                 worker.end()
-                self._workers[index] = _Worker()
+                self._workers[index] = self._start(index)
+
+    def _start(self, index: int) -> _Worker:
+        return _Worker(self._templates[index % TEMPLATES])
 
     def pids(self) -> set[int]:
-        return {worker.process.pid for worker in self._workers}
+        return {template.pid for template in self._templates} | {worker.process.pid for worker in self._workers}
 
     def descriptors(self) -> set[int]:
-        return {worker.connection.fileno() for worker in self._workers if not worker.connection.closed}
+        found = {template.descriptor for template in self._templates if not template.closed}
+        for worker in self._workers:
+            if not worker.ended:
+                found |= {worker.connection.fileno(), worker.process.descriptor}
+        return found
 
     def close(self) -> None:
         for worker in self._workers:
             worker.end()
         self._workers.clear()
+        for template in self._templates:
+            template.close()
+        self._templates.clear()
 
 
 class Ranks:
@@ -226,15 +239,9 @@ def describe(outcome: Outcome) -> str:
 # ------------------------------------------------------------------------------------------- in the worker processes
 
 
-def serve(descriptor: int, parent: int) -> None:
-    """Run calls until the parent goes away."""
-    # Dies with the parent whatever happens; the second look covers a parent that was gone before the request.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends workers by id
+def serve(descriptor: int) -> None:
+    """Run calls until the other end goes away."""
     import torch
-    import torch.distributed
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")

@@ -46,6 +46,9 @@ DEVICE_CALLS = {
     "version": "nccl_version",
 }
 CONSTANTS = {"cuda": "cpu", "nccl": "gloo"}
+# Sizes that take minutes on a CPU: images of 1000 x 1000 through convolutions, and how many steps longer than the first
+# rank the others go on, for each of 21 models, where 3 shows nothing that 2 and 10 do not.
+SIZES = {"dim = 1000": "32", "iteration_offsets = [2, 3, 10]": "[2, 10]"}
 
 
 def rewrite(source: str) -> str:
@@ -74,8 +77,9 @@ class _OnCpu(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        if ast.unparse(node) == "dim = 1000":  # images of 1000 x 1000 through convolutions: minutes on a CPU
-            node.value = ast.Constant(32)
+        smaller = SIZES.get(ast.unparse(node))
+        if smaller is not None:
+            node.value = ast.parse(smaller, mode="eval").body
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
