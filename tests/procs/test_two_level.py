@@ -25,6 +25,7 @@ from paceline.collectives.choose import choose
 from paceline.collectives.two_level import TwoLevelTransport
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerLost, UsageError
 from tests.contracts.test_transport import faults_of
+from tests.procs.test_lane_sum import wrong_sums
 
 CPU = torch.device("cpu")
 ADDRESSES = ("10.201.77.1", "10.201.77.2")  # known inside the two namespaces only
@@ -116,6 +117,7 @@ def main() -> None:
     found["kind"] = type(transport).__name__
     found["faults"] = faults_of(transport)
     found["wrong"], found["digest"] = reduce_all_sorts(transport)
+    found["wrong lanes"] = wrong_sums(transport)
     found["sent"] = {
         "two levels": bytes_sent(interface, transport, transport.allocate(4 * MIB, torch.float32, CPU)),
         "one level": bytes_sent(interface, base, torch.zeros(4 * MIB)),
@@ -242,6 +244,7 @@ def test_two_hosts_reduce_in_two_levels(hosts: tuple[Host, Host], tmp_path: Path
     assert each(found, lambda one: one["kind"]) == ["TwoLevelTransport"] * survivors
     assert each(found, lambda one: one["faults"]) == [{}] * survivors
     assert each(found, lambda one: one["wrong"]) == [[]] * survivors
+    assert each(found, lambda one: one["wrong lanes"]) == [[]] * survivors
     assert len(set(each(found, lambda one: one["digest"]))) == 1, "all ranks have the same bits"
     for sent in each(found, lambda one: one["sent"]):
         assert isinstance(sent, dict)

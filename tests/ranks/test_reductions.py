@@ -12,6 +12,7 @@ from torch import nn
 from paceline.collectives import LocalTransport, Op, Transport, Work, finish
 from paceline.collectives.reduction import GradBucket, Reduction
 from paceline.collectives.threads import run
+from paceline.collectives.tree import tree_sum
 from paceline.errors import PeerLost, UsageError
 from paceline.layout import BucketCaps, ParamMeta, plan_layout
 from paceline.strategies.fixed_order import FixedOrder
@@ -19,7 +20,6 @@ from paceline.strategies.names import NAMES, by_name
 from paceline.strategies.power_sgd import PowerSGD
 from paceline.strategies.reduction import Mean, Wire
 from paceline.strategies.top_k import TopK
-from paceline.strategies.tree import tree_sum
 from paceline.strategies.wide import Wide
 from tests.models import DDP, GPT, Grads, assert_same_bits, draw, grads, mlp, seeded, tokens, values
 

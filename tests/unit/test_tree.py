@@ -8,8 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.collectives.tree import (
+    Block,
+    aligned_blocks,
+    lanes_of,
+    tree_additions,
+    tree_sum,
+    tree_sum_of_blocks,
+)
+from paceline.data.order import cuts
 from paceline.errors import UsageError
-from paceline.strategies.tree import Block, aligned_blocks, tree_sum, tree_sum_of_blocks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
@@ -69,6 +77,22 @@ def test_whoever_adds_up_which_blocks_the_bits_are_equal(count: int, ranks: int,
             assert first % width == 0 and start <= first and first + width <= end
             blocks[first, width] = tree_sum(held[first : first + width])
     assert torch.equal(tree_sum_of_blocks(blocks, count), expected)
+
+
+@given(count=st.integers(1, 20), seed=st.integers(0, 100))
+def test_additions_in_place_make_the_same_sum(count: int, seed: int) -> None:
+    held = parts(count, seed)
+    expected = tree_sum(held)
+    for into, other in tree_additions(count):
+        held[into] += held[other]
+    assert torch.equal(held[0], expected)
+
+
+@given(size=st.integers(1, 12), lanes=st.integers(1, 40))
+def test_lanes_are_dealt_as_samples_are(size: int, lanes: int) -> None:
+    assert [(own.start, own.stop) for own in (lanes_of(rank, size, lanes) for rank in range(size))] == list(
+        pairwise(cuts(lanes, size))
+    )
 
 
 @given(count=st.integers(1, 9), seed=st.integers(0, 100))

@@ -21,6 +21,8 @@ class Op(Enum):
     PRODUCT = "product"
     MIN = "min"
     MAX = "max"
+    TREE = "tree"
+    """The sum, added in the tree over rank numbers (`collectives.tree`) and rounded at each of its nodes."""
 
 
 class Work(Protocol):
@@ -91,6 +93,15 @@ class Transport(Protocol):
         """Whether `Op.MEAN` of tensors on `device` costs no more than `Op.SUM`: the division is part of the sum."""
         ...
 
+    def trees(self, device: torch.device) -> bool:
+        """Whether `all_reduce` of tensors on `device` can do `Op.TREE`. All ranks come to the same."""
+        ...
+
+    def queues(self, device: torch.device) -> bool:
+        """Whether collectives of tensors on `device` are queued on a stream, so that to wait for one orders the
+        current stream after it, and the host goes on."""
+        ...
+
     def exchanges(self, device: torch.device) -> bool:
         """Whether tensors on `device` can be exchanged. Not every process group can."""
         ...
@@ -117,6 +128,21 @@ class Transport(Protocol):
 
     def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         """Cut `flat` into one equal part per rank and send part q to rank q: part q of `out` comes from rank q."""
+        ...
+
+    def find_not_finite(self, on: bool) -> None:
+        """From now on notice floating point numbers that are not finite, in what is added up or exchanged.
+
+        Off until it is asked for, and then it costs nothing. All ranks ask for the same, with nothing in flight.
+        """
+        ...
+
+    def not_finite(self) -> frozenset[int]:
+        """The ranks whose numbers were found not to be finite by this rank since the last call: to be asked when the
+        collectives have been waited for. What all ranks find is complete; one rank need not see everything.
+
+        If numbers are finite and their sum is not, all ranks that may have to do with it are named.
+        """
         ...
 
     def apart(self, timeout_s: float | None = None) -> "Transport":
@@ -148,10 +174,19 @@ def check_reducible(tensor: torch.Tensor, op: Op) -> None:
     kind = tensor.dtype
     if op is Op.MEAN and not (kind.is_floating_point or kind.is_complex):
         raise UsageError(f"mean needs a floating point or complex tensor, got {kind}; use sum, or convert the tensor")
-    if kind.is_complex and op not in (Op.SUM, Op.MEAN):
-        raise UsageError(f"complex tensors can be reduced by sum or mean, got {op.value} of {kind}")
+    if kind.is_complex and op not in (Op.SUM, Op.MEAN, Op.TREE):
+        raise UsageError(f"complex tensors can be reduced by sum, mean or tree, got {op.value} of {kind}")
     if tensor.layout is not torch.strided and op not in (Op.SUM, Op.MEAN):
         raise UsageError(f"sparse tensors can be reduced by sum or mean, got {op.value}")
+
+
+def check_tree(op: Op, able: bool) -> None:
+    """Refuse the tree where a transport has no such sum. `able` is what it says of itself in `trees`."""
+    if op is Op.TREE and not able:
+        raise UsageError(
+            "all_reduce by tree was asked of a transport that cannot add in the tree over rank numbers; shared memory "
+            "can, as can gloo and NCCL between at most 2 ranks; ask `trees(device)` first, or use sum"
+        )
 
 
 def check_root(root: int, size: int) -> None:

@@ -31,8 +31,9 @@ def all_reduce(
 ) -> torch.Tensor:
     """Combine `tensor` over all ranks of `group`, in place, and return it.
 
-    `op` is "sum", "mean", "product", "min" or "max". Raises CollectiveMismatch on every rank if the ranks are not
-    about to do the same, PeerLost if a rank dies, PeerAbsent if one has not come after `timeout` seconds.
+    `op` is "sum", "mean", "product", "min" or "max"; between at most 2 ranks also "tree". Raises CollectiveMismatch on
+    every rank if the ranks are not about to do the same, PeerLost if a rank dies, PeerAbsent if one has not come after
+    `timeout` seconds.
     """
     op = _op(op)
     call = _Call(group, describe("all_reduce", tensor, op.value), timeout)

@@ -7,12 +7,15 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from paceline.collectives.api import Transport, Work
+from paceline.collectives.tree import Block
+
+LaneBlock = tuple[Block, torch.Tensor]  # which lanes, and the flat sum of their gradients
 
 
 class GradBucket:
     """One bucket as a reduction sees it, with the methods of torch's `dist.GradBucket`."""
 
-    __slots__ = ("_buffer", "_gradients", "_index", "_last", "_parameters")
+    __slots__ = ("_blocks", "_buffer", "_gradients", "_index", "_last", "_parameters")
 
     def __init__(
         self,
@@ -22,12 +25,14 @@ class GradBucket:
         parameters: Sequence[torch.Tensor],
         *,
         last: bool,
+        blocks: Sequence[LaneBlock] = (),
     ) -> None:
         self._index = index
         self._buffer = buffer
         self._gradients = list(gradients)
         self._parameters = list(parameters)
         self._last = last
+        self._blocks = blocks
 
     def index(self) -> int:
         """The number of the bucket; 0 is launched first."""
@@ -51,6 +56,10 @@ class GradBucket:
     def is_last(self) -> bool:
         """Whether this is the last bucket of the backward."""
         return self._last
+
+    def blocks(self) -> Sequence[LaneBlock]:
+        """The sums of this rank's aligned blocks of lanes, in order; the last one is `buffer()`. None without lanes."""
+        return self._blocks
 
 
 def used_here(tensor: torch.Tensor) -> None:

@@ -18,6 +18,8 @@ from paceline.collectives.api import (
     check_root,
     describe,
 )
+from paceline.collectives.finite import ADDING, all_finite, culprits
+from paceline.collectives.tree import tree_sum
 from paceline.collectives.watch import Reports
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerLost, UsageError
 
@@ -120,6 +122,7 @@ class ThreadTransport:
         self._parts = 0
         self._started = 0
         self._watch = _ThreadWatch(world, rank)
+        self._found: set[int] | None = None  # ranks whose numbers are not finite; None: nobody looks
 
     @property
     def rank(self) -> int:
@@ -144,6 +147,12 @@ class ThreadTransport:
     def averages(self, device: torch.device) -> bool:
         return False
 
+    def trees(self, device: torch.device) -> bool:
+        return True
+
+    def queues(self, device: torch.device) -> bool:
+        return False
+
     def exchanges(self, device: torch.device) -> bool:
         return True
 
@@ -157,7 +166,10 @@ class ThreadTransport:
         check_reducible(flat, op)
 
         def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
-            result = _reduce([tensors[0] for tensors in all_tensors], op)
+            parts = [tensors[0] for tensors in all_tensors]
+            result = _reduce(parts, op)
+            if self._found is not None and op in ADDING:
+                self._found |= culprits(parts, result)
             for tensors in all_tensors:
                 tensors[0].copy_(result)
 
@@ -185,6 +197,8 @@ class ThreadTransport:
 
     def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         check_exchange(out, flat, self._size)
+        if self._found is not None and not all_finite(flat):
+            self._found.add(self._rank)
 
         def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
             parts = torch.stack([tensors[1].reshape(self._size, -1) for tensors in all_tensors], dim=1)
@@ -192,6 +206,15 @@ class ThreadTransport:
                 tensors[0].view(-1).copy_(part.reshape(-1))
 
         return self._start(describe("exchange", flat, ""), [out, flat], compute)
+
+    def find_not_finite(self, on: bool) -> None:
+        self._found = set() if on else None
+
+    def not_finite(self) -> frozenset[int]:
+        found = frozenset(self._found or ())
+        if self._found:
+            self._found.clear()
+        return found
 
     def apart(self, timeout_s: float | None = None) -> "ThreadTransport":
         self._parts += 1
@@ -304,7 +327,9 @@ def run(fn: Callable[[ThreadTransport], T], size: int) -> list[T]:
 
 
 def _reduce(tensors: list[torch.Tensor], op: Op) -> torch.Tensor:
-    """Combine in rank order, in fresh memory."""
+    """Combine in rank order, or in that of the tree, in fresh memory."""
+    if op is Op.TREE:
+        return tree_sum(tensors)
     result = tensors[0].coalesce().clone() if tensors[0].is_sparse else tensors[0].clone()
     for tensor in tensors[1:]:
         if op in (Op.SUM, Op.MEAN):

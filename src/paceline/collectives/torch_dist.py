@@ -27,19 +27,23 @@ from paceline.collectives.api import (
     check_gather,
     check_reducible,
     check_root,
+    check_tree,
     describe,
 )
+from paceline.collectives.finite import ADDING, Sent
 from paceline.collectives.own_group import form_own_group, own_backends
 from paceline.collectives.peers import StoreCall
-from paceline.collectives.torch_work import Pin, SlicedWork, StagedWork, StreamWork, current_device
+from paceline.collectives.torch_work import Pin, SeenWork, SlicedWork, StagedWork, StreamWork, current_device
 from paceline.collectives.wait import finish
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
 
 SMALL = 16384  # elements
+_ADDS_PLAINLY = ("gloo", "nccl")  # in the type of the tensors
 
 _REDUCE_OPS = {
     Op.SUM: dist.ReduceOp.SUM,
+    Op.TREE: dist.ReduceOp.SUM,  # where `trees` allows it
     Op.PRODUCT: dist.ReduceOp.PRODUCT,
     Op.MIN: dist.ReduceOp.MIN,
     Op.MAX: dist.ReduceOp.MAX,
@@ -73,6 +77,7 @@ class TorchDistTransport:
         self._pin = Pin(self._moves)
         self._backends: dict[torch.device, str] = {}
         self._recent: deque[Any] = deque(maxlen=16)
+        self._sent = Sent()
         self._watch = watch if watch is not None else watch_of(group)
 
     @property
@@ -102,6 +107,13 @@ class TorchDistTransport:
     def averages(self, device: torch.device) -> bool:
         return not self._is_python and device.type == "cuda" and self._backend(device) == "nccl"
 
+    def trees(self, device: torch.device) -> bool:
+        # The sum of two is one addition, rounded once: any order gives the bits of torch's `a + b`.
+        return not self._is_python and (self._size == 1 or (self._size == 2 and self._backend(device) in _ADDS_PLAINLY))
+
+    def queues(self, device: torch.device) -> bool:
+        return not self._is_python and device.type != "cpu" and self._backend(device) != "gloo"
+
     def exchanges(self, device: torch.device) -> bool:
         return not self._is_python
 
@@ -113,9 +125,15 @@ class TorchDistTransport:
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
         check_reducible(flat, op)
+        check_tree(op, self.trees(flat.device))
         if self._must_stage(flat):
             staged = flat.to(current_device())
             return StagedWork(self.all_reduce(staged, op), staged, flat)
+        look = self._sent.look(flat, self._size) if op in ADDING else None
+        work = self._start_all_reduce(flat, op)
+        return work if look is None else SeenWork(work, look, flat)
+
+    def _start_all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
         mean_after = op is Op.MEAN and self._backend(flat.device) != "nccl"
         native = _native(Op.SUM if mean_after else op)
         if self._is_python:
@@ -154,8 +172,15 @@ class TorchDistTransport:
             return StagedWork(self.exchange(staged, flat.to(current_device())), staged, out)
         if self._is_python:
             raise UsageError("a process group written in Python has no exchange; use a reduction that needs none")
+        self._sent.look(flat)
         raw = self._moves.alltoall_base(_real(out.view(-1)), _real(flat.reshape(-1)), [], [], AllToAllOptions())
         return self._begun(raw, describe("exchange", flat, ""), out, 1)
+
+    def find_not_finite(self, on: bool) -> None:
+        self._sent.turn(on)
+
+    def not_finite(self) -> frozenset[int]:
+        return frozenset([self._rank] if self._sent.taken() else [])
 
     def apart(self, timeout_s: float | None = None, devices: Collection[torch.device] = ()) -> "TorchDistTransport":
         """See `Transport.apart`. The first one to ask stays with the group itself; each one after it gets connections
@@ -207,7 +232,7 @@ class TorchDistTransport:
             # Kept for a while, so that it is not gloo's thread that drops the last reference: a work object holds
             # Python objects, and a thread that asks for the interpreter while that ends aborts the process.
             self._recent.append(raw)
-        if tensor.device.type != "cpu" and self._backend(tensor.device) != "gloo":
+        if self.queues(tensor.device):
             return StreamWork(raw, tensor, divide_by)
         return SlicedWork(raw, tensor, divide_by, self._pin)
 

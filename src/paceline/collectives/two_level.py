@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.collectives.api import Op, Transport, Watch, Work
+from paceline.collectives.api import Op, Transport, Watch, Work, check_reducible, check_tree
 from paceline.collectives.own_group import form_own_group, own_backends
 from paceline.collectives.peers import StoreCall
 from paceline.collectives.shm import record
@@ -59,23 +59,31 @@ class HostCrossing:
         self._said = torch.empty(2 * notes.size, dtype=torch.int64)
         self._note = notes.all_gather(self._said, torch.tensor(call, dtype=torch.int64))
         self._part: tuple[torch.Tensor, Op] | None = None
-        self._sum: Work | None = None
+        self._spoilt: torch.Tensor | None = None  # 1 if the part of a host is not finite
+        self._works: list[Work] = []
         self._departed = False
 
-    def send(self, part: torch.Tensor, op: Op) -> None:
+    def send(self, part: torch.Tensor, op: Op, finite: bool | None = None) -> None:
         self._part = part, Op.SUM if op is Op.MEAN else op  # the engine divides
+        if finite is not None and part.numel():
+            self._spoilt = torch.tensor([not finite], dtype=torch.int32)
 
     def departed(self) -> bool:
         if not self._departed and self._note.done() and self._note.wait(0):
             self._check()
             assert self._part is not None
             if self._part[0].numel():
-                self._sum = self._sums.all_reduce(*self._part)
+                self._works.append(self._sums.all_reduce(*self._part))
+            if self._spoilt is not None:
+                self._works.append(self._sums.all_reduce(self._spoilt, Op.MAX))
             self._departed = True
         return self._departed
 
     def arrived(self) -> bool:
-        return self.departed() and (self._sum is None or (self._sum.done() and self._sum.wait(0)))
+        return self.departed() and all(work.done() and work.wait(0) for work in self._works)
+
+    def all_were_finite(self) -> bool:
+        return self._spoilt is not None and not self._spoilt.item()
 
     def _check(self) -> None:
         calls = [(word, numel) for word, numel in self._said.view(-1, 2).tolist()]
@@ -209,6 +217,12 @@ class TwoLevelTransport:
     def averages(self, device: torch.device) -> bool:
         return device.type == "cpu" or self._flat.averages(device)
 
+    def trees(self, device: torch.device) -> bool:
+        return False  # hosts may hold any ranks, and there may be any number of them
+
+    def queues(self, device: torch.device) -> bool:
+        return self._flat.queues(device)
+
     def exchanges(self, device: torch.device) -> bool:
         return self._flat.exchanges(device)
 
@@ -219,6 +233,8 @@ class TwoLevelTransport:
         return self._inside.allocate(numel, dtype, device)
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
+        check_reducible(flat, op)
+        check_tree(op, self.trees(flat.device))
         crosses = flat.is_floating_point() or flat.is_complex()
         if crosses and self._inside.holds(flat):
             return self._inside.all_reduce(flat, op)
@@ -232,6 +248,12 @@ class TwoLevelTransport:
 
     def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         return self._flat.exchange(out, flat)
+
+    def find_not_finite(self, on: bool) -> None:
+        self._inside.find_not_finite(on)  # which asks `flat`, too
+
+    def not_finite(self) -> frozenset[int]:
+        return self._inside.not_finite()
 
     def apart(self, timeout_s: float | None = None) -> Transport:
         return self._again(timeout_s)

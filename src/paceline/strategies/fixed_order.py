@@ -6,15 +6,15 @@ import torch
 
 from paceline.collectives.api import Transport
 from paceline.collectives.reduction import Flight, GradBucket
+from paceline.collectives.tree import tree_sum
 from paceline.errors import UsageError
 from paceline.strategies.sparse import gather_rows
 from paceline.strategies.steps import SteppedWork, Steps
-from paceline.strategies.tree import tree_sum
 
 
 @dataclass(frozen=True, slots=True)
 class FixedOrder:
-    """The mean over all ranks, added in one binary tree over rank numbers (`strategies.tree`).
+    """The mean over all ranks, added in one binary tree over rank numbers (`collectives.tree`).
 
     Each rank gets one slice of the bucket from every rank, adds the slices, and gives the result to all: the bytes of a
     ring. Gradients of a 16-bit type are added in float32 and rounded once.

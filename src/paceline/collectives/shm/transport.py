@@ -17,6 +17,7 @@ from paceline.collectives.api import (
     check_reducible,
     check_root,
 )
+from paceline.collectives.finite import Sent
 from paceline.collectives.shm import record
 from paceline.collectives.shm.arenas import NOWHERE, Arenas, Staging
 from paceline.collectives.shm.crossing import Between
@@ -54,6 +55,7 @@ class ShmTransport:
         self._store_watch = watch
         self._fallback = fallback
         self._store = store
+        self._sent = Sent()
         self._arenas = Arenas()
         self._staging = Staging(self._arenas)
         self._engine = Engine(mesh, self._arenas, between, owners or mesh.size, divide_by or mesh.size)
@@ -83,6 +85,12 @@ class ShmTransport:
 
     def averages(self, device: torch.device) -> bool:
         return device.type == "cpu" or self._fallback.averages(device)
+
+    def trees(self, device: torch.device) -> bool:
+        return device.type == "cpu" or self._fallback.trees(device)
+
+    def queues(self, device: torch.device) -> bool:
+        return device.type != "cpu" and self._fallback.queues(device)
 
     def exchanges(self, device: torch.device) -> bool:
         return device.type == "cpu" or self._fallback.exchanges(device)
@@ -142,9 +150,19 @@ class ShmTransport:
         check_exchange(out, flat, self.size)
         if not _ours(flat):
             return self._fallback.exchange(out, flat)
+        self._sent.look(flat)
         target = out.detach()
         word = record.call_word(record.EXCHANGE, flat.dtype)
         return self._offer(word, flat.detach(), _reader(target), apart_from=target)
+
+    def find_not_finite(self, on: bool) -> None:
+        self._sent.turn(on)
+        self._engine.find_not_finite(on)
+        self._fallback.find_not_finite(on)
+
+    def not_finite(self) -> frozenset[int]:
+        own = frozenset([self._mesh.ranks[self._mesh.place]] if self._sent.taken() else [])
+        return own | self._engine.not_finite() | self._fallback.not_finite()
 
     def apart(self, timeout_s: float | None = None) -> "ShmTransport":
         if self._store is None:

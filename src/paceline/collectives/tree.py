@@ -9,6 +9,7 @@ The tree over n parts is the balanced one over the next power of two, with missi
 
 So the sum of an aligned block (a power of two of parts, beginning at a multiple of it) is a node of the tree, whoever
 holds which parts and however many there are: a rank that holds a block may add it up itself, and the bits stay equal.
+Every node is rounded to the type of the parts. Which NaN comes of two NaNs is not promised: backends differ in it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,12 @@ import torch
 from paceline.errors import UsageError
 
 Block = tuple[int, int]  # the first part, and the power of two of parts
+
+
+def lanes_of(rank: int, size: int, lanes: int) -> range:
+    """The lanes that one of `size` ranks runs. The first ranks have one more if they cannot be dealt evenly."""
+    first, end = (-(-lanes * before // size) for before in (rank, rank + 1))  # as `data.order.cuts` has it
+    return range(first, end)
 
 
 def aligned_blocks(first: int, count: int) -> Iterator[Block]:
@@ -31,6 +38,31 @@ def aligned_blocks(first: int, count: int) -> Iterator[Block]:
         first += width
 
 
+def tree_additions(count: int) -> list[tuple[int, int]]:
+    """The tree as additions in place: (into, other) adds part `other` to part `into`, and the sum ends in part 0.
+
+    A partial sum is used as soon as may be, while it is still in the cache.
+    """
+    return list(_additions(0, _width(count), count))
+
+
+def _additions(first: int, width: int, count: int) -> Iterator[tuple[int, int]]:
+    half = width // 2
+    if half:
+        yield from _additions(first, half, count)
+        if first + half < count:
+            yield from _additions(first + half, half, count)
+            yield first, first + half
+
+
+def _width(count: int) -> int:
+    """How many leaves the tree has, with the missing ones."""
+    width = 1
+    while width < count:
+        width *= 2
+    return width
+
+
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of the parts, in new memory, added in the order of the tree."""
     return tree_sum_of_blocks({(number, 1): part for number, part in enumerate(parts)}, len(parts))
@@ -41,10 +73,7 @@ def tree_sum_of_blocks(blocks: Mapping[Block, torch.Tensor], count: int) -> torc
 
     Needs memory for one partial sum per level of the tree, at most.
     """
-    width = 1
-    while width < count:
-        width *= 2
-    total, owned = _sum(blocks, 0, width, count)
+    total, owned = _sum(blocks, 0, _width(count), count)
     if total is None or sum(max(0, min(first + size, count) - first) for first, size in blocks) != count:
         raise UsageError(f"expected aligned blocks that hold each of {count} parts once, got {sorted(blocks)}")
     return total if owned else total.clone()
@@ -66,5 +95,5 @@ def _sum(blocks: Mapping[Block, torch.Tensor], first: int, width: int, count: in
     if left_owned:
         return left.add_(right), True
     if right_owned:
-        return right.add_(left), True  # the same bits: addition of two commutes
+        return torch.add(left, right, out=right), True
     return left + right, True

@@ -1,0 +1,143 @@
+"""The sum over all lanes, in one binary tree over lane numbers: the same bits on any number of ranks."""
+
+from collections.abc import Generator, Sequence
+from functools import cache
+
+import torch
+
+from paceline.collectives.api import Op, Transport, Work
+from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
+from paceline.collectives.tree import Block, aligned_blocks, lanes_of, tree_sum_of_blocks
+from paceline.errors import UsageError
+from paceline.strategies.side_stream import SideStream
+from paceline.strategies.steps import SteppedWork, Steps
+
+
+class LaneSum:
+    """The sum of the gradients of all lanes. A rank brings the sums of its aligned blocks: `GradBucket.blocks`.
+
+    If every rank has one block and the tree over ranks is that over blocks, one collective does it where the transport
+    can (`Op.TREE`). Else each rank gets one slice of every block, adds the slices, and gives the result to all. On a
+    device that is queued on a stream of its own, so that neither the next bucket nor the host waits. Every node of the
+    tree is rounded to the type of the gradients, and nothing is divided.
+    """
+
+    trivial_alone = False
+
+    def __init__(self, lanes: int, transport: Transport | None = None, device: torch.device | None = None) -> None:
+        """With the transport known (and the device of the gradients), buckets fly side by side where they may. Without,
+        one at a time, which is right everywhere. Replicas do not share a LaneSum: see `SideStream`."""
+        if lanes < 1:
+            raise UsageError(f"lanes must be at least 1, got {lanes}")
+        self._lanes = lanes
+        self._side = SideStream()
+        self._chains = transport is None or self._must_chain(transport, device or torch.device("cpu"))
+
+    @property
+    def lanes(self) -> int:
+        return self._lanes
+
+    @property
+    def chains(self) -> bool:
+        return self._chains
+
+    def divides(self, transport: Transport, device: torch.device) -> bool:
+        return False
+
+    def check_transport(self, transport: Transport, device: torch.device) -> None:
+        if not self._in_one(transport, device) and not transport.exchanges(device):
+            raise UsageError(
+                f"lanes={self._lanes} over {transport.size} ranks sends every rank its slice of a bucket, and the "
+                f"transport of this group cannot exchange slices; use a process group of gloo or NCCL"
+            )
+
+    def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
+        flat, blocks = bucket.buffer(), bucket.blocks()
+        self._check(bucket, transport)
+        if transport.size > 1 and self._in_one(transport, flat.device):
+            return Flight(transport.all_reduce(flat, Op.TREE))
+        steps = _reduce(flat, blocks, self._lanes, transport)
+        if transport.size > 1 and _queues(transport, flat.device):
+            return Flight(self._side.run(steps, flat.device, uses=[flat, *(part for _, part in blocks)]))
+        return Flight(SteppedWork(steps))
+
+    def _in_one(self, transport: Transport, device: torch.device) -> bool:
+        """Whether one collective of the transport adds as the tree over lanes does."""
+        return _is_tree_of_ranks(self._lanes, transport.size) and transport.trees(device)
+
+    def _must_chain(self, transport: Transport, device: torch.device) -> bool:
+        return transport.size > 1 and not (self._in_one(transport, device) or _queues(transport, device))
+
+    def _check(self, bucket: GradBucket, transport: Transport) -> None:
+        expected, blocks = _cut(self._lanes, transport.size)[transport.rank], bucket.blocks()
+        found = tuple(block for block, _ in blocks)
+        if found != expected or (blocks and blocks[-1][1].data_ptr() != bucket.buffer().data_ptr()):
+            raise UsageError(
+                f"rank {transport.rank} of {transport.size} was expected to bring the blocks {list(expected)} (first "
+                f"lane, width) of {self._lanes} lanes in bucket {bucket.index()}, the last of them in the bucket's own "
+                f"buffer, got {list(found)}"
+            )
+        if not self._chains and self._must_chain(transport, bucket.buffer().device):
+            raise UsageError(
+                f"this LaneSum was made for another transport than that of rank {transport.rank}, over which its "
+                f"buckets must fly one at a time; make a new one with LaneSum(lanes, transport, device)"
+            )
+
+
+def _queues(transport: Transport, device: torch.device) -> bool:
+    return device.type == "cuda" and transport.queues(device)
+
+
+@cache
+def _cut(lanes: int, size: int) -> tuple[tuple[Block, ...], ...]:
+    """The blocks of every rank."""
+    mine = (lanes_of(rank, size, lanes) for rank in range(size))
+    return tuple(tuple(aligned_blocks(own.start, len(own))) for own in mine)
+
+
+@cache
+def _is_tree_of_ranks(lanes: int, size: int) -> bool:
+    """Whether every rank has one block, of one width; the last one's may end early, as the tree itself does."""
+    blocks = _cut(lanes, size)
+    return all(len(own) == 1 and own[0][0] == rank * blocks[0][0][1] for rank, own in enumerate(blocks))
+
+
+def _reduce(flat: torch.Tensor, blocks: Sequence[LaneBlock], lanes: int, transport: Transport) -> Steps:
+    """Leave the sum of all blocks of all ranks in `flat`, which is the last of this rank's blocks."""
+    size = transport.size
+    if size == 1:
+        if len(blocks) > 1:
+            flat.copy_(tree_sum_of_blocks(dict(blocks), lanes))
+        return
+    cut = _cut(lanes, size)
+    # Who has fewer blocks than others sends one again, and nobody adds it.
+    sent = [part for _, part in blocks] + [flat] * (max(map(len, cut)) - len(blocks))
+    body = flat.numel() // size * size
+    rest: torch.Tensor | None = None
+    if body < flat.numel():  # fewer elements than there are ranks
+        ends = torch.stack([part[body:] for part in sent])
+        gathered = ends.new_empty(size, *ends.shape)
+        yield transport.all_gather(gathered, ends)
+        rest = tree_sum_of_blocks(_by_block(gathered.unbind(1), cut), lanes)
+    if body:
+        own = yield from _own_slice([part[:body] for part in sent], cut, lanes, transport)
+        yield transport.all_gather(flat[:body], own)
+    if rest is not None:
+        flat[body:] = rest
+
+
+def _own_slice(
+    sent: Sequence[torch.Tensor], cut: Sequence[Sequence[Block]], lanes: int, transport: Transport
+) -> Generator[Work, None, torch.Tensor]:
+    """The part of the sum that this rank makes, from one slice of every block."""
+    rounds = []
+    for part in sent:
+        slices = torch.empty_like(part)
+        yield transport.exchange(slices, part)
+        rounds.append(slices.view(transport.size, -1))
+    return tree_sum_of_blocks(_by_block(rounds, cut), lanes)
+
+
+def _by_block(rounds: Sequence[torch.Tensor], cut: Sequence[Sequence[Block]]) -> dict[Block, torch.Tensor]:
+    """The k-th block of rank r is row r of what the k-th round brought."""
+    return {block: rounds[k][rank] for rank, blocks in enumerate(cut) for k, block in enumerate(blocks)}
