@@ -7,6 +7,8 @@ PacelineError
 │   └── WorldNotFormed    (TimeoutError)  some ranks never arrived; `missing` names them
 ├── ModelMismatch         (RuntimeError)  ranks wrapped different models
 ├── ReplicasDiffer        (ValueError)    init="verify" found unequal values
+├── ReplicaDrift          (RuntimeError)  replicas were equal once and are not any more; `ranks`, `tensor`, `step`
+│   └── NoMajority                        it cannot be healed, because it is not known which rank is right
 ├── CollectiveError       (RuntimeError)  something went wrong between ranks
 │   ├── PeerLost                          a rank died; `ranks` names it
 │   ├── PeerAbsent        (TimeoutError)  a rank did not come before `timeout=`
@@ -18,6 +20,7 @@ PacelineError
 ├── GraphChanged          (RuntimeError)  static_graph=True and the graph is not static
 ├── UnreducedGradients    (RuntimeError)  an optimizer step on gradients that were never reduced
 ├── CheckpointError                       its kinds stand in `checkpoint/faults.py`
+├── CapsuleDamaged        (ValueError)    a file is no whole failure capsule
 ├── DataDiffers           (ValueError)    ranks were given different data: `data/mistakes.py`
 ├── WorkerDied, LedgerBroken              of the loader and its ledger: `data/workers.py`, `data/ledger.py`
 ├── PlanError, ConfigError, CorpusError (ValueError)  a number or text that cannot be planned, trained with, trained on
@@ -59,6 +62,32 @@ class ModelMismatch(PacelineError, RuntimeError):
 
 class ReplicasDiffer(PacelineError, ValueError):
     """Replicas were told to start equal (init="verify") and do not."""
+
+
+class ReplicaDrift(PacelineError, RuntimeError):
+    """Replicas were equal and are not any more. `ranks` are those at fault, or all where no majority tells."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), tensor: str = "", step: int = -1) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.tensor = tensor
+        self.step = step
+
+
+class NoMajority(ReplicaDrift):
+    """Drift that cannot be healed: it is not known which rank is right."""
+
+
+class NotFiniteGradients(PacelineError, ArithmeticError):
+    """Gradients are not finite, by the batches of `ranks`."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class CapsuleDamaged(PacelineError, ValueError):
+    """A file is not, byte for byte, a failure capsule as it was written."""
 
 
 class CollectiveError(PacelineError, RuntimeError):

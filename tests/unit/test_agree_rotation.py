@@ -1,0 +1,88 @@
+"""Which part of the state is compared when."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.agree import Piece, Rotation, word_of
+from paceline.agree.rotation import ALIGN_BYTES, cut
+from paceline.errors import UsageError
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([1, 2, 4, 8, 16])), max_size=12), st.integers(1, 40))
+def test_every_element_is_in_one_part_and_parts_are_of_equal_size(metadata: list[tuple[int, int]], every: int) -> None:
+    parts = cut(metadata, every)
+    assert len(parts) == every
+    at = [0] * len(metadata)
+    for part in parts:
+        for index, begin, end in part:
+            assert begin == at[index] < end
+            assert begin * metadata[index][1] % ALIGN_BYTES == 0
+            at[index] = end
+    assert at == [numel for numel, _ in metadata]
+    total = sum(numel * itemsize for numel, itemsize in metadata)
+    for part in parts:
+        size = sum((end - begin) * metadata[index][1] for index, begin, end in part)
+        assert abs(size - total / every) <= ALIGN_BYTES + 1
+
+
+def test_parts_turn_with_the_step_and_1_is_everything() -> None:
+    named = [("w", torch.zeros(64, 64)), ("b", torch.zeros(3)), ("n", torch.tensor(0)), ("empty", torch.empty(0))]
+    rotation = Rotation(named, 4)
+    sizes = [sum(piece.numel * piece.tensor.itemsize for piece in rotation.part(step)) for step in range(8)]
+    assert sizes[:4] == sizes[4:]
+    assert sum(sizes[:4]) == rotation.nbytes
+    assert [(p.name, p.numel) for p in Rotation(named, 1).part(17)] == [("w", 4096), ("b", 3), ("n", 1)]
+    assert [p.name for p in rotation.whole()] == ["w", "b", "n", "empty"]
+    assert rotation.part(0)[0].flat().data_ptr() == named[0][1].data_ptr()
+    assert Rotation([], 3).part(5) == []
+
+
+def test_state_that_comes_later_is_taken_and_tied_weights_are_taken_once() -> None:
+    weight = torch.zeros(100)
+    rotation = Rotation([("w", weight), ("tied", weight), ("sparse", torch.eye(2).to_sparse())], 2)
+    assert rotation.nbytes == 400
+    assert list(rotation.left_out) == ["sparse"]
+    rotation.renew([("w", weight), ("exp_avg of w", torch.zeros(100)), ("step", torch.tensor(1.0))])
+    assert rotation.nbytes == 804
+    assert not rotation.left_out
+    fresh = torch.ones(100)
+    rotation.renew([("w", fresh), ("exp_avg of w", torch.zeros(100)), ("step", torch.tensor(1.0))])
+    assert rotation.part(0)[0].tensor is fresh
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
+def test_a_wrong_number_is_refused(every: object) -> None:
+    with pytest.raises(UsageError, match="every: expected the number of steps"):
+        Rotation([], every)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.complex128])
+def test_pieces_are_counted_in_rows_whatever_the_strides(dtype: torch.dtype) -> None:
+    plain = torch.arange(4 * 5 * 6).view(4, 5, 6).to(dtype)
+    strided = plain.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert not strided.is_contiguous()
+    for begin, end in ((0, 120), (7, 8), (29, 61), (119, 120), (30, 30)):
+        ours, theirs = Piece("x", plain, begin, end), Piece("x", strided, begin, end)
+        assert torch.equal(ours.flat(), theirs.flat())
+        assert word_of([ours.flat()]) == word_of([theirs.flat()])
+        source = Piece("x", torch.zeros_like(plain), begin, end)
+        target = strided.clone()
+        Piece("x", target, begin, end).write(source.flat())
+        expected = plain.clone()
+        expected.view(-1)[begin:end] = 0
+        assert torch.equal(target, expected)
+        assert target.stride() == strided.stride()
+    assert Piece("x", plain, 29, 61).index(2) == (1, 0, 1)
+    assert Piece("x", torch.tensor(1.0), 0, 1).index(0) == ()
+
+
+def test_writing_keeps_the_bits_of_a_nan() -> None:
+    odd = torch.tensor([0x7FA00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    target = torch.zeros(4, 2)
+    Piece("x", target, 2, 4).write(odd)
+    assert target.view(torch.int32)[1].tolist() == [0x7FA00001, 0x7F800001]
+    strided = torch.zeros(2, 4).t()
+    Piece("x", strided, 2, 4).write(odd)
+    assert strided.contiguous().view(torch.int32)[1].tolist() == [0x7FA00001, 0x7F800001]
