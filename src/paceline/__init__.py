@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from paceline.collectives.checked import all_gather, all_reduce, barrier, broadcast
     from paceline.data import DistributedSampler, Ledger, Loader
     from paceline.memory_plan.of_model import plan
+    from paceline.replica.agreement import Agreement
     from paceline.replica.ddp import DistributedDataParallel
     from paceline.start import get, init, shutdown
     from paceline.world import World
 
 __all__ = [
+    "Agreement",
     "Checkpointer",
     "DistributedDataParallel",
     "DistributedSampler",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Agreement": "replica.agreement",
     "Checkpointer": "checkpoint",
     "DistributedDataParallel": "replica.ddp",
     "DistributedSampler": "data.sampler",
@@ -55,8 +58,9 @@ _HOMES = {
     "shutdown": "start",
 }
 _FOLDERS = (
-    *("bucket_plan", "checkpoint", "collectives", "data", "errors", "launch", "layout", "memory_plan", "observe"),
-    *("progress", "reducer", "replica", "start", "strategies", "tell", "trace", "world"),
+    *("agree", "bucket_plan", "checkpoint", "collectives", "data", "errors", "kernels", "launch", "layout"),
+    *("memory_plan", "observe", "progress", "randomness", "reducer", "replica", "start", "strategies", "tell"),
+    *("trace", "world"),
 )
 
 

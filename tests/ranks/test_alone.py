@@ -94,7 +94,7 @@ def test_a_replica_that_is_alone_takes_parameters_over_from_one_that_is_not() ->
 
 def test_buckets_stay_once_they_are_there() -> None:
     model, net, _ = pair()
-    model._core._prepare()
+    model._core.prepare()
     for each in (model, net):
         each(torch.ones(1, 3)).sum().backward()
     assert_same(model, net)

@@ -6,6 +6,7 @@ import sys
 import paceline
 
 PUBLIC = [
+    "Agreement",
     "Checkpointer",
     "DistributedDataParallel",
     "DistributedSampler",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import BackwardAborted, CollectiveMismatch
-from paceline.reducer.agreement import WORD_COUNT, Mode, Words, aborted_error, decode_all
+from paceline.reducer.agreement import WORD_COUNT, Mode, Vote, Words, aborted_error, decode_all
 
 words = st.builds(
     Words,
@@ -19,11 +19,15 @@ words = st.builds(
     mode=st.sampled_from(Mode),
     weight=st.floats(allow_nan=False),
     aborted=st.booleans(),
+    skipped=st.booleans(),
+    votes=st.sampled_from([Vote.NOTHING, Vote.STOP, Vote.SAVE | Vote.EXHAUSTED]),
+    calls=st.integers(-(2**63), 2**63 - 1),
+    lane_weights=st.lists(st.floats(allow_nan=False), max_size=9).map(tuple),
 )
 
 
 def gathered(*rows: Words) -> torch.Tensor:
-    return torch.cat([row.encode() for row in rows])
+    return torch.stack([row.encode() for row in rows])
 
 
 def plain(reduction: int = 7, mode: Mode = Mode.PLAIN, *, weight: float = 0.0, aborted: bool = False) -> Words:
@@ -33,7 +37,7 @@ def plain(reduction: int = 7, mode: Mode = Mode.PLAIN, *, weight: float = 0.0, a
 @given(words)
 def test_words_survive_the_wire(row: Words) -> None:
     encoded = row.encode()
-    assert encoded.shape == (WORD_COUNT,)
+    assert encoded.shape == (WORD_COUNT + len(row.lane_weights),)
     assert encoded.dtype is torch.int64
     assert Words.decode(encoded.tolist()) == row
 

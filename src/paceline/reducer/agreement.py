@@ -9,7 +9,7 @@ import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, Flag
 
 import torch
 
@@ -21,6 +21,15 @@ from paceline.reducer.slot import GradSlot
 logger = logging.getLogger("paceline")
 
 WORD_COUNT = 16
+
+
+class Vote(Flag):
+    """What a rank asks of all of them, once per reduction."""
+
+    NOTHING = 0
+    STOP = 1  # end the run after this step
+    SAVE = 2  # write a checkpoint after this step, and go on
+    EXHAUSTED = 4  # this rank has no more data
 
 
 class Mode(Enum):
@@ -48,34 +57,72 @@ class Words:
     ready: int = 0  # gradients that came through a backward
     graph_changed: bool = False  # though it was declared static
     aborted: bool = False  # the backward ended with an exception on this rank
+    skipped: bool = False  # this rank has no part in the mean
+    votes: Vote = Vote.NOTHING
+    calls: int = 0  # digest of all buckets that were ever launched: must be equal
+    state: int = 0  # see reducer/oversight.py for this one and the next two
+    signature: int = 0
+    not_finite: int = 0
+    lane_weights: tuple[float, ...] = ()  # of the lanes that this rank ran, and zeros
 
     def encode(self) -> torch.Tensor:
-        (weight_bits,) = struct.unpack("<q", struct.pack("<d", self.weight))
         values = [
             self.reduction,
             self.unused,
             self.late,
             self.mode.value,
-            weight_bits,
+            *_bits(self.weight),
             self.micros,
             self.ready,
             int(self.graph_changed),
             int(self.aborted),
+            int(self.skipped),
+            self.votes.value,
+            self.calls,
+            self.state,
+            self.signature,
+            self.not_finite,
         ]
-        return torch.tensor(values + [0] * (WORD_COUNT - len(values)), dtype=torch.int64)
+        padding = [0] * (WORD_COUNT - len(values))
+        return torch.tensor([*values, *padding, *_bits(*self.lane_weights)], dtype=torch.int64)
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> "Words":
-        (weight,) = struct.unpack("<d", struct.pack("<q", row[4]))
-        return cls(row[0], row[1], row[2], Mode(row[3]), weight, row[5], row[6], bool(row[7]), bool(row[8]))
+        return cls(
+            reduction=row[0],
+            unused=row[1],
+            late=row[2],
+            mode=Mode(row[3]),
+            weight=_floats(row[4:5])[0],
+            micros=row[5],
+            ready=row[6],
+            graph_changed=bool(row[7]),
+            aborted=bool(row[8]),
+            skipped=bool(row[9]),
+            votes=Vote(row[10]),
+            calls=row[11],
+            state=row[12],
+            signature=row[13],
+            not_finite=row[14],
+            lane_weights=_floats(row[WORD_COUNT:]),
+        )
+
+
+def _bits(*values: float) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values))
+
+
+def _floats(words: Sequence[int]) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(words)}d", struct.pack(f"<{len(words)}q", *words))
 
 
 class SentWords:
     """The words of this rank, on their way to all others."""
 
     def __init__(self, words: Words, transport: Transport) -> None:
-        self._gathered = torch.empty(transport.size * WORD_COUNT, dtype=torch.int64)
-        self.work = transport.all_gather(self._gathered, words.encode())
+        encoded = words.encode()
+        self._gathered = torch.empty(transport.size, len(encoded), dtype=torch.int64)
+        self.work = transport.all_gather(self._gathered, encoded)
 
     def of_all_ranks(self) -> list[Words]:
         """Once `work` is complete: the words in rank order. Raises on every rank when they cannot belong together."""
@@ -84,7 +131,7 @@ class SentWords:
 
 def decode_all(gathered: torch.Tensor) -> list[Words]:
     """The words of all ranks, in rank order; raises on every rank when they cannot belong together."""
-    rows = [Words.decode(row) for row in gathered.view(-1, WORD_COUNT).tolist()]
+    rows = [Words.decode(row) for row in gathered.tolist()]
     if any(row.aborted for row in rows):
         return rows
     counts = [row.reduction for row in rows]
@@ -92,6 +139,11 @@ def decode_all(gathered: torch.Tensor) -> list[Words]:
         raise CollectiveMismatch(
             f"ranks reduced gradients of different steps: {_by_rank(counts)} reductions so far; run the same number of "
             f"backward passes, and the same no_sync() blocks, on every rank"
+        )
+    if len({row.calls for row in rows}) > 1:
+        raise CollectiveMismatch(
+            f"ranks have reduced different buckets so far ({_by_rank([f'{r.calls:x}' for r in rows])}), so gradients "
+            f"of different parameters may have been added up; this is a fault of paceline or of the memory of a rank"
         )
     modes = {row.mode for row in rows}
     if Mode.MIXED in modes or {Mode.PLAIN, Mode.WEIGHTED} <= modes:

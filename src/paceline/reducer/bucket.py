@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 import torch
 
-from paceline.collectives.reduction import Flight, GradBucket
+from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
 from paceline.errors import IllegalMove
 from paceline.layout import BucketSpec, ParamMeta
 from paceline.reducer.arrivals import SMALL_BYTES, Arrivals
@@ -80,10 +80,10 @@ class Bucket:
         self.streams.clear()
         self._arrivals.drop()
 
-    def grad_bucket(self, *, last: bool) -> GradBucket:
+    def grad_bucket(self, blocks: Sequence[LaneBlock] = (), *, last: bool) -> GradBucket:
         views = [self.flat] if self._sparse else [slot.view for slot in self.slots]
         params = [slot.param for slot in self.slots]
-        return GradBucket(self.spec.index, self.flat, views, params, last=last)
+        return GradBucket(self.spec.index, self.flat, views, params, blocks=blocks, last=last)
 
     def collect(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
         """Move `grad`, which is `param.grad`, times `scale` into the bucket, which owns it until it hands it back.

@@ -9,6 +9,7 @@ from paceline.collectives.api import Transport
 from paceline.errors import BucketsTooLarge
 from paceline.layout import ALIGN_BYTES, BucketCaps, Layout, plan_layout
 from paceline.reducer.bucket import Bucket, BucketState
+from paceline.reducer.lanes import Lanes
 from paceline.reducer.slot import GradSlot, is_something
 
 
@@ -51,6 +52,39 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.rearm()
         self.next = self.seen_complete = 0
+
+    def fill_up(self, scale: float, *, skips_unused: bool) -> list[Bucket]:
+        """Complete the buckets that lack gradients, now that backward is over. Returns these."""
+        lacking = [bucket for bucket in self.buckets if bucket.state is BucketState.FILLING]
+        for bucket in lacking:
+            bucket.skipped = skips_unused and not any(slot.used for slot in bucket.slots)
+            for slot in bucket.slots:
+                if slot.asleep:
+                    bucket.zero(slot)
+                elif not slot.fired:
+                    bucket.contribute_nothing_new(slot, scale)
+            bucket.move(BucketState.FULL)
+        return lacking
+
+    def fold(self, lanes: Lanes) -> None:
+        """All buckets are full, with the gradients of one lane: add them to the sums and begin to fill again."""
+        for bucket in self.buckets:
+            bucket.complete()
+            lanes.fold(bucket.spec.index, bucket.flat)
+            bucket.rearm()
+        for slot in self.slots:
+            slot.clear_backward()
+
+    def lend_all(self) -> None:
+        """Contribute zeros, and keep what gradients there are."""
+        for slot in self.slots:
+            slot.bucket.lend(slot)
+            slot.fired = True
+        for bucket in self.buckets:
+            bucket.move(BucketState.FULL)
+
+    def unused(self) -> int:
+        return sum(not (slot.used or slot.asleep) for slot in self.slots)
 
     def leave_flying_memory(self, transport: Transport) -> None:
         """Give up memory that a transport may still write to: whoever waited for it was interrupted.
@@ -95,7 +129,9 @@ class BucketSet:
 
     def drop_gradients(self) -> None:
         for slot in self.slots:
-            slot.param.grad = None
+            if not slot.asleep:
+                slot.param.grad = None
+            slot.kept = None
 
     def any_in_flight(self) -> bool:
         """Whether a collective is under way. Asking lets a work of several collectives go on with the next one."""

@@ -1,7 +1,7 @@
 """When buckets fly: from "autograd has a gradient" to "every rank has the mean".
 
     on_grad_ready ─ counts a bucket down ─→ _launch ─→ reduction(bucket) ─→ transport.all_reduce
-    end of backward ─→ _finish ─ completes, waits in order, hands the gradients back
+    end of backward ─→ finish ─ completes, waits in order, hands the gradients back
 
 Buckets are launched strictly in index order whatever order they fill in, so ranks cannot disagree about the order of
 collectives. Nothing here looks at the graph: a parameter that took no part is one whose hook did not run by the end.
@@ -16,20 +16,23 @@ import torch
 from paceline.collectives.api import Transport, Work
 from paceline.collectives.reduction import Reduction, check_goes_over, forget_other_ranks
 from paceline.collectives.wait import FutureWork, finish
-from paceline.errors import GraphChanged, IllegalMove
+from paceline.errors import IllegalMove
 from paceline.layout import Layout
-from paceline.reducer import agreement, autograd
-from paceline.reducer.agreement import Mode, SentWords, Words
+from paceline.reducer import agreement, autograd, lane_step
+from paceline.reducer.agreement import Vote, Words
 from paceline.reducer.backward import Backward, Backwards
 from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.graph import GraphMemory
+from paceline.reducer.lanes import Lanes
 from paceline.reducer.ledger import StepLedger
+from paceline.reducer.oversight import Oversight
 from paceline.reducer.planning import Planning
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.settle import hand_back, settle
 from paceline.reducer.sharing import ParamHooks
 from paceline.reducer.slot import GradSlot
+from paceline.reducer.turn import Part, Turn
 from paceline.reducer.weighting import Division, Weighting
 from paceline.trace import Moment, Trace
 
@@ -44,42 +47,45 @@ class Reducer:
         transport: Transport,
         reduction: Reduction,
         settings: ReducerSettings,
+        lanes: Lanes | None = None,
     ) -> None:
         check_goes_over(transport, reduction, layout.params[0].device)
         self.transport = transport
         self.reduction = reduction
         self.settings = settings
+        self.lanes = lanes
         self.trace = Trace()
         # What the replica switches.
         self.sync_on = True  # no_sync() and disable_grad_sync()
         self.sync_in_join: bool | None = None  # inside join() the forward decides, because it has told the others
-        self.divisor: float = transport.size  # join() may lower it to the ranks that still have data
+        self.divisor: float = self.everyone  # join() may lower it to the ranks that still have data
+        self.votes = Vote.NOTHING  # of this rank, told in the next reduction
         self.weighting = Weighting()
         self.optimizes_in_backward = False
         self.after_backward: list[torch.futures.Future[object]] = []  # buffer hooks to wait for
+        self.oversight: Oversight | None = None
         self.on_finished: Callable[[], None] | None = None  # restores parameters under mixed precision
         # What it may read.
         self.reductions = 0  # begun so far; equal on all ranks
+        self.calls = 0  # digest of the buckets launched so far; equal on all ranks
+        self.heard: list[Vote] = []  # the votes of all ranks in the last reduction
         self.ledger = StepLedger()
         self.uses: list[int] | None = None  # of the last reduction; None: every parameter on every rank
+        self.dropped = False  # whether the gradients of the last reduction were not fit to be used
         self.ready_order: list[int] = []  # of the last reduction
         self.buckets_reduced = 0  # in the last reduction
         self.graph = GraphMemory()
         self.last_error: str | None = None
 
-        self._lock = threading.RLock()  # a module on several devices has a backward thread for each
-        self._backwards = Backwards(self._at_end)
-        self._shadowing = self._aborting = False
-        self._broken = False  # the reduction itself raised, so it is not known what the other ranks were sent
-        self._graph_error: GraphChanged | None = None
-        self._words: SentWords | None = None
-        self._late = 0  # gradients that came after their bucket had left
+        self.lock = threading.RLock()  # a module on several devices has a backward thread for each
+        self.backwards = Backwards(self._at_end)
+        self.turn = Turn()
         self.set = BucketSet(params, layout)
         self._slot_of = self.set.slot_of
         self.planning = Planning(settings, transport, layout.params[0].device)
         self._hooks = ParamHooks(self)
         if not self._is_alone():
-            self._prepare()
+            self.prepare()
 
     # ---- the way of a gradient
 
@@ -88,12 +94,12 @@ class Reducer:
         if torch.is_grad_enabled():  # with create_graph=True; the usual backward does not pay for the switch
             with torch.no_grad():
                 return self.on_grad_ready(param)
-        with self._lock:
+        with self.lock:
             slot = self._slot_of[id(param)]
             grad = param.grad
             if slot.asleep or grad is None:  # None: autograd delivered an undefined gradient
                 return None
-            backward = self._backwards.current
+            backward = self.backwards.current
             if backward is None or backward.task != autograd.task_id():
                 backward = self._enter(autograd.task_id())
             if not backward.delivered:
@@ -109,7 +115,7 @@ class Reducer:
                 self._keep_for_later(slot, grad)
             elif bucket.state is BucketState.FLYING:
                 slot.late = True  # stays in param.grad until the end; see the note in Bucket.collect
-                self._late += 1
+                self.turn.late += 1
             else:
                 bucket.collect(slot, grad, backward.scale)
                 if not slot.fired:
@@ -140,6 +146,8 @@ class Reducer:
 
     def _launch(self) -> None:
         """Start every full bucket whose turn it is."""
+        if self.lanes is not None and not self.lanes.last:
+            return  # gradients of further lanes are to come
         last = self.set.last
         while self.set.next <= last and self.set.buckets[self.set.next].state is BucketState.FULL:
             if self.reduction.chains and self.set.any_in_flight():
@@ -149,45 +157,45 @@ class Reducer:
             bucket.complete()
             self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
             if not bucket.skipped:
-                self._broken = True  # until the reduction has returned
-                bucket.flight = self.reduction(bucket.grad_bucket(last=self.set.next == last), self.transport)
-                self._broken = False
+                index, flat = bucket.spec.index, bucket.flat
+                blocks = () if self.lanes is None else self.lanes.blocks(index, flat)
+                self.calls = hash((self.calls, index, flat.numel()))
+                self.turn.broken = True  # until the reduction has returned
+                bucket.flight = self.reduction(bucket.grad_bucket(blocks, last=self.set.next == last), self.transport)
+                self.turn.broken = False
             self.set.next += 1
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """The backward is over: complete what is missing, wait for everything in order, hand the gradients back.
 
         Whatever is raised here, the reducer is ready for the next backward afterwards; the gradients of this one are
         gone unless the error says otherwise.
         """
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)
-        self._backwards.close()
+        self.backwards.close()
         self.planning.note_end()
         try:
-            scale = self.weighting.on_the_way_in(self._division())
-            for bucket in self.set.buckets:
-                if bucket.state is BucketState.FILLING:
-                    bucket.skipped = self.settings.skip_unused and not any(slot.used for slot in bucket.slots)
-                    for slot in bucket.slots:
-                        if slot.asleep:
-                            bucket.zero(slot)
-                        elif not slot.fired:
-                            bucket.contribute_nothing_new(slot, scale)
-                    bucket.move(BucketState.FULL)
-                    self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
+            for bucket in self.fill_up():
+                self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
             self._launch()
-            if not self.reduction.chains:
-                self._send_words()
+            if not self.reduction.chains and not (self.oversight and self.oversight.looks_at_sums):
+                self.turn.speak(self)
             for bucket in self.set.buckets:
                 self._launch()
                 self._land(bucket)
             self.buckets_reduced = sum(not bucket.skipped for bucket in self.set.buckets)
-            error = self._settle(self._receive_words())
+            self.turn.speak(self)
+            self._wait(self.turn.words_work, f"the words of backward {self.reductions}")
+            error = self._settle(self.turn.heard())
         finally:
-            self._reset()
+            self.reset()
         if error is not None:
             self.last_error = str(error)
             raise error
+
+    def fill_up(self) -> list[Bucket]:
+        scale = self.weighting.on_the_way_in(self._division())
+        return self.set.fill_up(scale, skips_unused=self.settings.skip_unused and self.lanes is None)
 
     def _land(self, bucket: Bucket) -> None:
         index = bucket.spec.index
@@ -208,17 +216,23 @@ class Reducer:
             self.on_finished()
         if any(row.aborted for row in words):
             self.set.drop_late()
-            return None if self._aborting else agreement.aborted_error(words)
+            return None if self.turn.part is Part.ABORTED else agreement.aborted_error(words)
+        self.heard = [row.votes for row in words]
         settled = settle(words, self.set, self.transport, self.weighting, self._division(), self.settings)
         self.uses, error = settled.uses, settled.error
+        if self.oversight is not None:
+            verdict = self.oversight.judge(words, self.set.slots)
+            self.dropped, error = verdict.drops_gradients, verdict.error or error
+            if self.dropped:
+                self.uses = [0] * len(self.set.slots)
         if not self.optimizes_in_backward:
-            hand_back(self.set, self.uses, lent=self._shadowing)
+            hand_back(self.set, self.uses, lent=self.turn.part is Part.SHADOW)
         self.ledger.reduced()
         if words[0].ready:
             self.planning.after_reduction(self.set, self.ready_order)
         self._wait_for_buffer_hooks()
         if any(row.graph_changed for row in words):
-            error = error or self._graph_error or agreement.graph_error(words)
+            error = error or self.turn.graph_error or agreement.graph_error(words)
         return error
 
     def _wait_for_buffer_hooks(self) -> None:
@@ -230,15 +244,15 @@ class Reducer:
 
     def _enter(self, task: int) -> Backward:
         """The backward that is under way, begun if need be. A backward inside it counts as part of it."""
-        if (found := self._backwards.found(task)) is not None:
+        if (found := self.backwards.found(task)) is not None:
             return found
         self.abandon()
-        self.set.move_to_plan(self.transport)
+        self.relay_now()
         alone = self._is_alone()
         if not alone:
-            self._prepare()
+            self.prepare()
         syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap
-        backward = self._backwards.open(task, syncs=syncs, alone=alone)
+        backward = self.backwards.open(task, syncs=syncs, alone=alone)
         if alone and not self._hooks and backward.adds is not False:
             self._begin(backward)
         return backward
@@ -246,14 +260,16 @@ class Reducer:
     def _begin(self, backward: Backward) -> None:
         """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""
         backward.delivered = True
+        if self.lanes is not None:
+            lane_step.check_open(self)
         if self.weighting.micros:
             self.set.forget_thrown_away()
         self.weighting.note_backward()
         backward.scale = self.weighting.on_the_way_in(self._division())
-        if backward.syncs:
-            self._begin_reduction()
-        else:
+        if not backward.syncs:
             self.ledger.window_open = True
+        elif self.lanes is None or self.lanes.last:
+            self.begin_reduction()
 
     def _is_alone(self) -> bool:
         """Whether the mean over all ranks is what autograd has made already.
@@ -265,19 +281,20 @@ class Reducer:
             self.transport.alone
             and self.reduction.trivial_alone
             and self.weighting.plain
+            and self.lanes is None
             and not self.settings.hold
             and not self.set.laid  # once there are buckets, gradients go through them
         )
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Have buckets, and hooks that fill them."""
         if not self.set.laid:
             self.set.lay(self.transport)
         self._hooks.hang()
 
     def _at_end(self) -> None:
-        with self._lock, torch.no_grad():
-            backward = self._backwards.current
+        with self.lock, torch.no_grad():
+            backward = self.backwards.current
             if backward is None:
                 return
             if backward.alone and not self._hooks:
@@ -285,36 +302,38 @@ class Reducer:
                     self._finish_alone(backward)
             elif backward.reduces:
                 if not backward.delivered:  # the loss touched no parameter, but the other ranks wait
-                    self._begin_reduction()
-                self._finish()
+                    self._begin(backward)
+                self.finish() if self.lanes is None else lane_step.close(self)
             elif self.on_finished is not None and backward.delivered:
                 self.on_finished()
                 self.set.show_all()
-            self._backwards.close()
+            self.backwards.close()
 
     def _finish_alone(self, backward: Backward) -> None:
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)
         if backward.syncs:
             self._wait_for_buffer_hooks()
             self.ledger.reduced()
-            self._reset()
+            self.reset()
         else:
             self.set.note_unreduced()
 
-    def _begin_reduction(self) -> None:
+    def begin_reduction(self) -> None:
         self.reductions += 1
         self.ready_order = []
         self.planning.begin(self.reductions, chains=self.reduction.chains)
         self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
+        if self.oversight is not None and self.lanes is None:  # in lanes the step has begun long ago
+            self.oversight.begin(self.reductions)
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         self.set.leave_flying_memory(self.transport)
         self.set.rearm()
-        self._words = self._graph_error = None
         self.weighting.reset()
         self.ledger.closed()
-        self._late = 0
-        self._shadowing = self._aborting = self._broken = False
+        self.turn = Turn()
+        if self.lanes is not None:
+            self.lanes.end()
 
     def _keep_for_later(self, slot: GradSlot, grad: torch.Tensor) -> None:
         weight = self.weighting.current
@@ -330,50 +349,24 @@ class Reducer:
     def _wait(self, work: Work, what: str) -> None:
         finish(work, what=what, watch=self.transport.watch, timeout_s=self.settings.timeout_s)
 
-    def _send_words(self) -> None:
-        quiet = self._shadowing or self._aborting
-        slots = self.set.slots
-        everything = len(self.ready_order) == len(slots)
-        if not quiet:
-            self._graph_error = self.graph.compare(slots, everything=everything, static=self.settings.static_graph)
-        words = Words(
-            reduction=self.reductions,
-            unused=0 if quiet or everything else sum(not (slot.used or slot.asleep) for slot in slots),
-            late=self._late,
-            mode=self.weighting.mode,
-            weight=self.weighting.total,
-            micros=self.weighting.micros,
-            ready=len(self.ready_order),
-            graph_changed=self._graph_error is not None,
-            aborted=self._aborting,
-        )
-        self._words = SentWords(words, self.transport)
-
-    def _receive_words(self) -> list[Words]:
-        if self._words is None:
-            self._send_words()
-        assert self._words is not None
-        self._wait(self._words.work, f"the words of backward {self.reductions}")
-        return self._words.of_all_ranks()
-
     # ---- what the replica calls
 
     def before_forward(self, *, grads: bool, training: bool) -> None:
         """Forget a backward that failed, take up a new layout, and note that a step has begun."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             if self._hooks:
                 if any(slot.asleep for slot in self.set.slots):
                     self._hooks.wake()
             elif self.settings.asks_for_uses or self._hooks.shared() or not self._is_alone():
                 self._hooks.hang()
-            if self._backwards.failed():
+            if self.backwards.failed():
                 self.abandon()
-            if grads and self._backwards.current is None:
+            if grads and self.backwards.current is None:
                 if not self.reductions:
                     self._hooks.go_last()
                 if not self.settings.hold and self.set.follow_parameters(self.settings.caps, self.transport):
                     self.planning.begin_anew(self.layout)
-                self.set.move_to_plan(self.transport)
+                self.relay_now()
             if grads and self.sync_on and self.settings.overlap:
                 self.ledger.forwards_pending += training
             elif grads:
@@ -390,37 +383,40 @@ class Reducer:
         self._hooks.hang()
 
     def _on_output_backward(self, _: torch.Tensor) -> None:
-        with self._lock:
+        with self.lock:
             if not all(slot.asleep for slot in self.set.slots):
                 self._enter(autograd.task_id())
 
     def reduce_now(self) -> None:
         """Reduce what has been accumulated so far, without another backward."""
-        with self._lock, torch.no_grad():
-            if self._backwards.failed():
+        with self.lock, torch.no_grad():
+            if self.backwards.failed():
                 self.abandon()
                 raise IllegalMove("the last backward ended with an exception, so there are no gradients to reduce")
-            if self._backwards.current is not None:
+            if self.backwards.current is not None:
                 raise IllegalMove("gradients cannot be reduced while a backward runs; do it after loss.backward()")
-            self.set.move_to_plan(self.transport)
+            self.relay_now()
             if not self._is_alone():
-                self._prepare()
-            self._begin_reduction()
-            self._finish()
+                self.prepare()
+            self.begin_reduction()
+            self.finish()
+
+    def skip(self) -> None:
+        """Take part in the reduction of this step with what earlier micros have left. If none has, with nothing."""
+        with self.lock, torch.no_grad():
+            if not self.weighting.micros:
+                self.turn.part = Part.SKIPPED
+            self.reduce_now()
 
     def shadow(self) -> None:
         """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
-        with self._lock, torch.no_grad():
-            self.set.move_to_plan(self.transport)
-            self._prepare()
-            self._begin_reduction()
-            self._shadowing = True
-            for slot in self.set.slots:
-                slot.bucket.lend(slot)
-                slot.fired = True
-            for bucket in self.set.buckets:
-                bucket.move(BucketState.FULL)
-            self._finish()
+        with self.lock, torch.no_grad():
+            self.relay_now()
+            self.prepare()
+            self.begin_reduction()
+            self.turn.part = Part.SHADOW
+            self.set.lend_all()
+            self.finish()
 
     def abandon(self) -> None:
         """Forget a backward that ended with an exception, and be ready for the next one.
@@ -428,63 +424,66 @@ class Reducer:
         If it was to be reduced, the other ranks wait for it: its reduction is completed, without gradients, and they
         are told. What earlier backwards have accumulated stays, if this one was only to add to it.
         """
-        with self._lock, torch.no_grad():
-            backward = self._backwards.close()
+        with self.lock, torch.no_grad():
+            backward = self.backwards.close()
             if backward is None or not backward.reduces:
                 return
             if backward.alone and not self._hooks:  # as with the bare module, what it has left stays
                 self.ledger.closed()
                 return
-            if self._broken:  # no collective of ours would fit what the others do; the watch names us to them
-                self._reset()
+            if self.turn.broken:  # no collective of ours would fit what the others do; the watch names us to them
+                self.reset()
+                return
+            if self.lanes is not None and not self.lanes.last:  # its step is given up when the next one begins
+                self.set.drop_gradients()
+                self.set.rearm()
                 return
             if not backward.delivered:
-                self._begin_reduction()
-            for slot in self.set.slots:
-                slot.param.grad, slot.kept = (slot.param.grad, None) if slot.asleep else (None, None)
-            self._aborting = True
-            self._finish()
+                self.begin_reduction()
+            self.abort()
 
-    def hold_weighted(self) -> str | None:
-        """Hold what earlier micros of this step have left, so that autograd does not add to it unweighted.
-
-        Returns the name of a parameter whose gradient did not come from a weighted micro of this step, if there is one.
-        """
-        with self._lock, torch.no_grad():
-            if self._backwards.failed():
-                self.abandon()
-            self._prepare()
-            if self.weighting.mode is Mode.WEIGHTED and self.set.hold_all():
-                return None
-            stale = self.set.first_with_gradient()
-            if stale is None and self._backwards.current is None:
-                self.set.drop_gradients()
-                self._reset()  # what an earlier micro has left was thrown away by zero_grad()
-            return stale
+    def abort(self) -> None:
+        """Complete a reduction that the others wait for, without gradients, and tell them."""
+        self.set.drop_gradients()
+        self.turn.part = Part.ABORTED
+        self.finish()
 
     def others_wait(self) -> bool:
         """Whether the loss of a training forward touched no parameter here, so that the others still wait."""
-        if self._backwards.failed():
+        if self.backwards.failed():
             self.abandon()
         return self.sync_on and self.ledger.others_wait(self.set.slots)
 
     @property
     def in_backward(self) -> bool:
-        return self._backwards.current is not None and not self._backwards.failed()
+        return self.backwards.current is not None and not self.backwards.failed()
 
     def move_to(self, transport: Transport) -> None:
         """Go on over another transport; the order of gradients is learned anew by the new set of ranks."""
         check_goes_over(transport, self.reduction, self.layout.params[0].device)
         forget_other_ranks(self.reduction)
-        self.transport, self.divisor = transport, transport.size
-        self.reductions = 0
+        self.transport = transport
+        if self.lanes is not None:
+            self.lanes = Lanes(self.lanes.count, transport.rank, transport.size)
+        self.divisor = self.everyone
+        self.reductions = self.calls = 0
         self.set.move_memory(transport)
         self.planning = Planning(self.settings, transport, self.layout.params[0].device)
 
+    @property
+    def everyone(self) -> int:
+        """How many there are to take the mean over: lanes, or ranks."""
+        return self.transport.size if self.lanes is None else self.lanes.count
+
     def relay_now(self) -> bool:
         """Take up the planned layout, if there is one and nothing is under way."""
-        with self._lock, torch.no_grad():
-            return self._backwards.current is None and self.set.move_to_plan(self.transport)
+        with self.lock, torch.no_grad():
+            if self.backwards.current is not None or (self.lanes is not None and self.lanes.holds):
+                return False
+            moved = self.set.move_to_plan(self.transport)
+            if moved and self.lanes is not None:
+                self.lanes.forget_memory()
+            return moved
 
     def set_static_graph(self) -> None:
         """Refuse graphs that differ from the first one seen."""

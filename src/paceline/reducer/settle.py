@@ -7,6 +7,7 @@ from paceline.collectives.api import Transport
 from paceline.reducer import agreement
 from paceline.reducer.agreement import Mode, Words
 from paceline.reducer.buckets import BucketSet
+from paceline.reducer.lanes import late_gradient, total_weight
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.weighting import Division, Weighting
 
@@ -30,17 +31,35 @@ def settle(
     """Make the sums in the buckets the means that were asked for. All ranks call it, with the same words."""
     slots, timeout_s = buckets.slots, settings.timeout_s
     if any(row.late for row in words):
+        if words[0].lane_weights:
+            return Settled(None, late_gradient(slots))
         agreement.reduce_late(slots, transport, weighting.of_late(division), timeout_s)
-    weighted = any(row.mode is Mode.WEIGHTED for row in words)
-    factor = Weighting.on_the_way_out(sum(row.weight for row in words) if weighted else None, division)
+    factor = _factor(words, division)
     if factor != 1.0:
         for bucket in buckets.buckets:
             bucket.flat.mul_(factor)
+    if factor == 0.0:  # nobody had anything to add
+        return Settled([0] * len(slots), None)
     if not any(row.unused for row in words):
         return Settled(None, None)
     uses = agreement.count_uses(slots, transport, timeout_s)
     error = agreement.unused_error(slots, transport, timeout_s) if settings.unused == "error" else None
     return Settled(uses, error)
+
+
+def _factor(words: Sequence[Words], division: Division) -> float:
+    """By what the sums in the buckets are multiplied to make them means over what counts."""
+    weighted = any(row.mode is Mode.WEIGHTED for row in words)
+    if words[0].lane_weights:
+        total = total_weight([row.lane_weights for row in words])
+        if not weighted:  # then gradients were divided by the number of lanes on their way in
+            return division.divisor / total if total else 0.0
+        return Weighting.on_the_way_out(total, division)
+    if weighted:
+        return Weighting.on_the_way_out(sum(row.weight for row in words), division)
+    counting = len(words) - sum(row.skipped for row in words)
+    factor = len(words) / counting if counting else 0.0
+    return factor * Weighting.on_the_way_out(None, division)
 
 
 def hand_back(buckets: BucketSet, uses: Sequence[int] | None, *, lent: bool) -> None:

@@ -60,7 +60,12 @@ class GradSlot:
         self.view = torch.empty(0)
 
     def clear(self) -> None:
-        self.fired = self.held = self.used = self.dirty = self.late = False
+        self.used = self.dirty = False
+        self.clear_backward()
+
+    def clear_backward(self) -> None:
+        """The gradients of this backward are elsewhere now, but the step goes on."""
+        self.fired = self.held = self.late = False
         self.kept = None
 
 

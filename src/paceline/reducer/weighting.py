@@ -1,8 +1,14 @@
 """How much a micro counts: the division by ranks, and the weights of `weight(n)`."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from paceline.reducer.agreement import Mode
+
+if TYPE_CHECKING:
+    from paceline.reducer.reducer import Reducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +25,20 @@ class Weighting:
 
     def __init__(self) -> None:
         self.current: float | None = None  # inside weight(n): n
-        self.mode = Mode.NOTHING
+        self.mode = self.last = Mode.NOTHING  # of this step so far, and of its last backward
         self.total = 0.0
         self.micros = 0
 
     def note_backward(self) -> None:
-        self.mode = self.mode.and_then(Mode.PLAIN if self.current is None else Mode.WEIGHTED)
+        self.last = Mode.PLAIN if self.current is None else Mode.WEIGHTED
+        self.mode = self.mode.and_then(self.last)
         self.total += self.current or 0.0
         self.micros += 1
+
+    def of_lane(self) -> float:
+        """How much the lane that ends here counts: the weights of its micros, or as much as any other."""
+        weight, self.total = (self.total if self.mode is Mode.WEIGHTED else 1.0), 0.0
+        return weight
 
     def reset(self) -> None:
         self.mode, self.total, self.micros = Mode.NOTHING, 0.0, 0
@@ -57,3 +69,21 @@ class Weighting:
         if weight_of_all_ranks == 0.0:
             return 0.0
         return (division.size if division.by_reduction else 1.0) / weight_of_all_ranks
+
+
+def hold_weighted(reducer: "Reducer") -> str | None:
+    """Hold what earlier micros of this step have left, so that autograd does not add to it unweighted.
+
+    Returns the name of a parameter whose gradient did not come from a weighted micro of this step, if there is one.
+    """
+    with reducer.lock, torch.no_grad():
+        if reducer.backwards.failed():
+            reducer.abandon()
+        reducer.prepare()
+        if reducer.weighting.mode is Mode.WEIGHTED and reducer.set.hold_all():
+            return None
+        stale = reducer.set.first_with_gradient()
+        if stale is None and reducer.backwards.current is None and reducer.lanes is None:
+            reducer.set.drop_gradients()
+            reducer.reset()  # what an earlier micro has left was thrown away by zero_grad()
+        return stale

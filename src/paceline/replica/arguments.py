@@ -47,6 +47,35 @@ def check_objects(*, timeout: float | None, transport: Any, reduction: Any) -> N
         raise UsageError(f"timeout={timeout!r} is not a time; expected seconds above zero, or None")
 
 
+def check_lanes(lanes: Any, seed: Any, size: int, module: nn.Module, **beside: bool) -> None:
+    """Refuse lanes that cannot be, or that would not give the same bits in every world. `beside` names what was given
+    with them that cannot be."""
+    if not isinstance(seed, int):
+        raise UsageError(f"seed={seed!r} is not a whole number")
+    if lanes is None:
+        return
+    if not isinstance(lanes, int) or isinstance(lanes, bool) or lanes < 1:
+        raise UsageError(f"lanes={lanes!r} is not a number of lanes; expected a whole number of at least 1, or None")
+    if lanes < size:
+        raise UsageError(
+            f"lanes={lanes} is smaller than the world of {size} ranks, so some would have nothing to do; expected at "
+            f"least {size} lanes, or start fewer ranks"
+        )
+    for name in (name for name, given in beside.items() if given):
+        raise UsageError(f"lanes={lanes} cannot be combined with {name}: what it adds up depends on the world's size")
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise UsageError(
+                f"lanes={lanes} cannot be combined with the SyncBatchNorm {name or 'that was given'}: its statistics "
+                f"are over the ranks, however many there are; use BatchNorm, whose statistics are then the mean over "
+                f"lanes"
+            )
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+            raise UsageError(
+                f"lanes={lanes} need dense gradients, but {name or 'the module'} makes sparse ones; set sparse=False"
+            )
+
+
 def describe_reduction(reduction: Any) -> str:
     """Words that are equal on two ranks when the reductions are: the type, and those fields that say the same there."""
     told = [

@@ -2,8 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,19 +18,27 @@ from paceline.collectives.local import LocalTransport
 from paceline.collectives.reduction import Reduction
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import UsageError
+from paceline.kernels import kernel_settings
 from paceline.layout import BucketCaps, Layout, ParamMeta, plan_layout
+from paceline.reducer.lanes import Lanes
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.settings import ReducerSettings
 from paceline.replica import arguments, start_equal
+from paceline.replica.agreement import Agreement, Overseer
+from paceline.replica.capsules import CapsuleWriter
 from paceline.replica.guard import StepGuard
+from paceline.replica.lanes import LaneLoop
 from paceline.replica.mixed_precision import NarrowParameters, cast_buffers, reduction_for
 from paceline.replica.outputs import tensors_in
-from paceline.replica.torch_surface import TorchReducer, TorchSurface
+from paceline.replica.recording import recording_asked
+from paceline.replica.stepping import Stepping
+from paceline.replica.torch_surface import TorchReducer
+from paceline.strategies.lane_sum import LaneSum
 from paceline.strategies.reduction import Mean
 from paceline.trace import Moment, Trace
 
 
-class DistributedDataParallel(TorchSurface):
+class DistributedDataParallel(Stepping):
     """Keep one replica of `module` per rank equal, by averaging gradients while backward runs.
 
     Takes every argument of `torch.nn.parallel.DistributedDataParallel` with torch's meaning, and:
@@ -48,6 +56,10 @@ class DistributedDataParallel(TorchSurface):
         unused: "zero" lets parameters that take no part in a backward be; "error" raises on every rank.
         guard: refuse optimizer steps on gradients that were never reduced.
         timeout: seconds after which a wait for another rank is an error. None: the process group's own timeout.
+        lanes: give the same bits in a world of any size up to this number: see `lanes()`.
+        seed: of the random numbers that lanes draw.
+        agreement: what ranks check of each other in every step; see `Agreement`. None: its defaults, or nothing with
+            `guard=False`.
 
     Example:
         >>> model = paceline.DistributedDataParallel(net)
@@ -85,6 +97,9 @@ class DistributedDataParallel(TorchSurface):
         unused: str = "zero",
         guard: bool = True,
         timeout: float | None = None,
+        lanes: int | None = None,
+        seed: int = 0,
+        agreement: Agreement | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -108,6 +123,11 @@ class DistributedDataParallel(TorchSurface):
         self._init_torch_attributes(module, check_reduction, delay_all_reduce_named_params or ())
         init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self._join_world(transport, process_group, device_mesh)
+        given = {"reduction=": reduction is not None, "mixed_precision=": mixed_precision is not None}
+        arguments.check_lanes(lanes, seed, self._transport.size, module, **given, **{"overlap=False": not overlap})
+        self._lane_count, self._seed = lanes, seed
+        if lanes is not None:
+            self.forward_sync_buffers = False  # they have a rule of their own: replica/lane_buffers.py
         self._settings = ReducerSettings(
             caps=BucketCaps.from_mib(bucket_cap_mb, bucket_cap_mb_list),
             plans_buckets=bucket_plan == "auto"
@@ -122,12 +142,15 @@ class DistributedDataParallel(TorchSurface):
         )
         self._reduction: Reduction = reduction or Mean()
         self._guard_refuses = guard
+        self._agreement = agreement or (Agreement() if guard else None)
 
         if init_sync:
             self._check_same_model(init)
         self._manage(device_ids, output_device)
         if init_sync:
             self._start_equal(init, init_sync_buffers)
+        if lanes is not None:
+            start_equal.warn_of_kernels(kernel_settings(self.device), self._transport, timeout)
         self._take_own_transport()
         self._build()
         if static_graph:
@@ -179,6 +202,9 @@ class DistributedDataParallel(TorchSurface):
             "skip_all_reduce_unused_params": s.skip_unused,
             "mixed_precision": self.mixed_precision,
             "reduction": arguments.describe_reduction(self._reduction),
+            "lanes": self._lane_count,
+            "seed": self._seed,
+            "agreement": self._agreement and self._agreement.describe(),
         }
         start_equal.check_structure(start_equal.describe(named, settings), self._transport, s.timeout_s)
 
@@ -215,12 +241,23 @@ class DistributedDataParallel(TorchSurface):
             for name, p, sparse in zip(managed.names, managed.params, managed.sparse, strict=True)
         ]
         layout = plan_layout(metas, self._first_order(), self._settings.caps)
-        self._core = Reducer(managed.params, layout, self._transport, self._reduction, self._settings)
+        lanes: Lanes | None = None
+        if self._lane_count is not None:
+            lanes = Lanes(self._lane_count, self._transport.rank, self._transport.size)
+            self._reduction = LaneSum(self._lane_count, self._transport, self.device)
+        self._core = Reducer(managed.params, layout, self._transport, self._reduction, self._settings, lanes)
+        if lanes is not None:
+            self._lane_loop = LaneLoop(self._core, self.module, self.parameters_to_ignore, self._seed, self.device)
+        self._capsules: CapsuleWriter | None = None
+        self._core.oversight = self._overseer()
         ids = frozenset(id(p) for p in managed.params)
         ignored = frozenset(self.parameters_to_ignore)
         guard = StepGuard(self._core, self.module, ids, ignored, refuses=self._guard_refuses)
         self.reducer = TorchReducer(self._core)
         self._closing = weakref.finalize(self, _close, self._core, guard)
+        if self._transport.size == 1 and (recording := recording_asked(self.module, lanes)) is not None:
+            if lanes is not None:
+                self._lane_loop.recording = recording
         self._narrow: NarrowParameters | None = None
         if self.mixed_precision is not None:
             config = self.mixed_precision
@@ -230,6 +267,20 @@ class DistributedDataParallel(TorchSurface):
             hooks = self._narrow.widen_before_state_is_read(self.module)
             weakref.finalize(self, _remove, hooks)
             cast_buffers(self.module, config.buffer_dtype, self.parameters_to_ignore)
+
+    def _overseer(self) -> Overseer | None:
+        if self._agreement is None or self._transport.alone:
+            return None
+        params = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        buffers = self._lane_loop.buffers if self._lane_count is not None else None
+        overseer = Overseer(self._agreement, params, self._transport, self._settings.timeout_s, buffers)
+        if self._agreement.capsules is not None:
+            folder = Path(self._agreement.capsules)
+            self._capsules = CapsuleWriter(folder, self._core, self.module, self._seed, self.device)
+            overseer.on_finding = self._capsules.on_finding
+            if self._lane_count is not None:
+                self._lane_loop.capsules = self._capsules
+        return overseer
 
     def _first_order(self) -> list[int]:
         """Backward visits parameters in about the reverse order of registration; delayed ones come last."""
@@ -255,9 +306,11 @@ class DistributedDataParallel(TorchSurface):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             try:
                 output = self._run_ddp_forward(*inputs, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 if self._narrow is not None:
                     self._narrow.widen()
+                if self._capsules is not None and isinstance(error, Exception):
+                    self._capsules.on_crash(error)
                 raise
             return self._post_forward(output)
 
@@ -271,6 +324,8 @@ class DistributedDataParallel(TorchSurface):
         if torch.is_grad_enabled() and core.sync_on:
             self.logger.before_forward(core.trace)
         core.trace.stamp(Moment.FORWARD_BEGIN, core.reductions)
+        if self._capsules is not None and core.lanes is None:
+            self._capsules.note_forward(inputs, kwargs)
         self._count_active_ranks()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
@@ -300,91 +355,6 @@ class DistributedDataParallel(TorchSurface):
             self._narrow.widen()
         core.trace.stamp(Moment.FORWARD_END, core.reductions)
         return output
-
-    def sync_gradients(self) -> None:
-        """Reduce what has been accumulated, without another forward.
-
-        Needed after backward with `overlap=False`, and after backwards that ran inside `no_sync()`. Does nothing while
-        synchronisation is switched off, nor with `overlap=True` when everything is reduced already.
-        """
-        core = self._core
-        reduced = self._settings.overlap and core.ledger.reductions and not core.ledger.window_open
-        if core.sync_on and (not reduced or core.others_wait()):
-            core.reduce_now()
-
-    # ---- when to reduce
-
-    @property
-    def do_sync(self) -> bool:
-        """Whether the next backward reduces gradients."""
-        return self.require_backward_grad_sync
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """torch's name for `do_sync`."""
-        return self._core.sync_on if not self._use_python_reducer else self._python_reducer_syncs
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        if self._use_python_reducer:
-            self._python_reducer_syncs = value
-        else:
-            self._core.sync_on = value
-
-    def enable_grad_sync(self) -> None:
-        """Reduce gradients in the backwards that follow."""
-        self.require_backward_grad_sync = True
-
-    def disable_grad_sync(self) -> None:
-        """Only accumulate gradients in the backwards that follow."""
-        self.require_backward_grad_sync = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them. What counts is where backward runs, not forward.
-
-        Example:
-            >>> with model.no_sync():
-            ...     model(a).sum().backward()   # accumulates
-            >>> model(b).sum().backward()       # reduces both
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        if not self._use_python_reducer:
-            self._core.ledger.local_steps += 1
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-            if not self._use_python_reducer:
-                self._core.ledger.local_steps -= 1
-
-    @contextmanager
-    def weight(self, weight: float | torch.Tensor) -> Iterator[None]:
-        """Weigh the backwards inside: gradients become the exact mean over all tokens of all ranks and micros.
-
-        Give the number of tokens (or samples) that the loss is a mean over. All micros of a step, on all ranks, must
-        run inside `weight(...)`.
-
-        Example:
-            >>> with model.weight(n_tokens):
-            ...     loss.backward()
-        """
-        core = self._core
-        tokens = arguments.weight_of(weight, self._managed.params)
-        weighting = core.weighting
-        if weighting.current is None and (stale := core.hold_weighted()) is not None:
-            raise UsageError(
-                f"weight() needs a step that starts from empty gradients, but {stale} has one that no weighted micro "
-                f"has left; call optimizer.zero_grad() before the first micro, and put every micro inside weight()"
-            )
-        before, weighting.current = weighting.current, tokens
-        try:
-            yield
-        finally:
-            weighting.current = before
-            if before is None:
-                core.set.show_all()  # so that zero_grad() can throw them away
 
     def join(
         self,

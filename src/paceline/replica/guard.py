@@ -68,6 +68,11 @@ class StepGuard:
             if not reducer.optimizes_in_backward:
                 raise UnreducedGradients(IN_BACKWARD)
             return
+        if reducer.lanes is not None and reducer.lanes.under_way:
+            raise UnreducedGradients(
+                f"the optimizer steps though only {reducer.lanes.run} of the {len(reducer.lanes.mine)} lanes of this "
+                f"rank have run, so there are no gradients of this step yet; step after the loop over model.lanes()"
+            )
         if reducer.others_wait():
             logger.warning(JOINED, reducer.transport.rank)
             reducer.reduce_now()
@@ -76,6 +81,8 @@ class StepGuard:
             if names:
                 raise UnreducedGradients(_message(names))
         reducer.ledger.stepped()
+        if reducer.oversight is not None:
+            reducer.oversight.note_optimizer(optimizer)
 
     def _refuse_unmanaged(self, module: nn.Module, params: dict[int, torch.Tensor]) -> None:
         """Parameters that came, or were unfrozen, after wrapping: nobody reduces their gradients."""

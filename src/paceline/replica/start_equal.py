@@ -6,15 +6,19 @@ the process when ranks offer different sizes. Whatever differs is then an error 
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from paceline import kernels
 from paceline.collectives.api import Transport, Work
 from paceline.collectives.wait import finish
 from paceline.errors import ModelMismatch, ReplicasDiffer
+
+logger = logging.getLogger("paceline")
 
 CHUNK_BYTES = 250 * 1024 * 1024
 
@@ -38,23 +42,44 @@ def _describe_one(name: str, p: torch.Tensor) -> list[Any]:
 
 def check_structure(mine: Described, transport: Transport, timeout_s: float | None) -> None:
     """Raise ModelMismatch on every rank when ranks described different models or settings."""
+    if (described := _unless_equal(mine, "the comparison of models", transport, timeout_s)) is not None:
+        raise ModelMismatch(_first_difference(described))
+
+
+def warn_of_kernels(mine: dict[str, str], transport: Transport, timeout_s: float | None) -> None:
+    """Warn on rank 0 of settings that may make the ranks' kernels compute other bits."""
+    described = _unless_equal(mine, "the comparison of kernels", transport, timeout_s)
+    if described is None or transport.rank != 0:
+        return
+    for rank, other in enumerate(described):
+        if different := kernels.differences(described[0], other):
+            logger.warning(
+                "lanes give the same bits in every world only if all ranks run the same kernels, but ranks 0 and %d "
+                "differ in %s; use the same versions, machines, threads and flags",
+                rank,
+                "; ".join(different),
+            )
+            return
+
+
+def _unless_equal(mine: Described, what: str, transport: Transport, timeout_s: float | None) -> list[Described] | None:
+    """What every rank described, or None if it is the same everywhere."""
     text = json.dumps(mine, sort_keys=True).encode()
     digest = hashlib.sha256(text).digest()
     head = torch.tensor([len(text), *digest], dtype=torch.int64)
     heads = torch.empty(transport.size * head.numel(), dtype=torch.int64)
-    _wait(transport.all_gather(heads, head), "the comparison of models", transport, timeout_s)
+    _wait(transport.all_gather(heads, head), what, transport, timeout_s)
     rows = heads.view(transport.size, -1).tolist()
     if all(row == rows[0] for row in rows):
-        return
+        return None
     longest = max(row[0] for row in rows)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = torch.empty(transport.size * longest, dtype=torch.uint8)
-    _wait(transport.all_gather(texts, padded), "the comparison of models", transport, timeout_s)
-    described = [
+    _wait(transport.all_gather(texts, padded), what, transport, timeout_s)
+    return [
         json.loads(bytes(texts[rank * longest : rank * longest + row[0]].tolist())) for rank, row in enumerate(rows)
     ]
-    raise ModelMismatch(_first_difference(described))
 
 
 def _first_difference(described: Sequence[Described]) -> str:

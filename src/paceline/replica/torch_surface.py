@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join
 from paceline.collectives.api import Op, Transport
 from paceline.collectives.reduction import GradBucket, Reduction
 from paceline.collectives.wait import FutureWork, finish
-from paceline.errors import IllegalMove
+from paceline.errors import IllegalMove, UsageError
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.settings import ReducerSettings
 from paceline.replica import arguments, start_equal
@@ -43,6 +43,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         _settings: ReducerSettings
         _reduction: Reduction
         _managed: arguments.Managed
+        _lane_count: int | None
 
         def _build(self) -> None: ...
         def _manage(self, device_ids: Any, output_device: Any) -> None: ...
@@ -144,6 +145,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         torch's own hooks work. The bucket has the methods of `torch.distributed.GradBucket`. Gradients come undivided.
         """
         self._check_comm_hook(hook)
+        self._refuse_in_lanes("a communication hook")
         self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(hook.__qualname__)
         if self._use_python_reducer:
@@ -151,6 +153,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         if isinstance(self._core.reduction, CommHook):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._core.reduction = CommHook(state, hook)
+        self._core.oversight = None  # replicas may well differ by design, as with local SGD
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -236,14 +239,21 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
 
     def join_hook(self, **kwargs: Any) -> ReplicaJoinHook:
         """What a rank does after it has run out of data. As torch's `join_hook`."""
+        self._refuse_in_lanes("join()")
         self.logger._set_uneven_input_join()
         divide = kwargs.get("divide_by_initial_world_size", True)
         return ReplicaJoinHook(self, divide_by_initial_world_size=divide)
 
+    def _refuse_in_lanes(self, what: str) -> None:
+        if self._lane_count is not None:
+            raise UsageError(
+                f"{what} cannot be combined with lanes={self._lane_count}: what it adds up depends on the world's size"
+            )
+
     def _count_active_ranks(self) -> None:
         """Inside join(): tell that this rank has data, and divide by those that have, if that was asked for."""
         work = Join.notify_join_context(self)
-        self._core.divisor = self._transport.size
+        self._core.divisor = self._core.everyone
         if work is not None and not self._divide_by_initial_world_size:
             future = work.get_future()
             self._finish(FutureWork(future), "the count of ranks that have data")

@@ -1,0 +1,51 @@
+"""What decides which kernels torch runs: where it differs, the same numbers may be added in another order."""
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+
+def kernel_settings(device: torch.device | None = None) -> dict[str, str]:
+    """Everything known to change the bits of a result, by name. Plain text, to be compared and saved."""
+    found = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+    }
+    if device is not None and device.type == "cuda":
+        found |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "cudnn.deterministic": torch.backends.cudnn.deterministic,
+            "cudnn.benchmark": torch.backends.cudnn.benchmark,
+            "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+            "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+            "sdp kernels": _attention_kernels(),
+        }
+    return {name: str(value) for name, value in found.items()}
+
+
+def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """In words: what of two machines' settings differs."""
+    names = [*one, *(name for name in other if name not in one)]
+    return [
+        f"{name}: {one.get(name, 'unknown')} and {other.get(name, 'unknown')}"
+        for name in names
+        if one.get(name) != other.get(name)
+    ]
+
+
+def _attention_kernels() -> str:
+    cuda = torch.backends.cuda
+    on = {
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+    }
+    return " ".join(name for name, enabled in on.items() if enabled)

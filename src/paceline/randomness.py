@@ -1,0 +1,69 @@
+"""Random number generators of this process: seeded from several numbers, saved, and put back."""
+
+import hashlib
+import operator
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def mixed(*numbers: int) -> int:
+    """One number of 63 bits made of several, so that (seed 0, epoch 1) has nothing to do with (seed 1, epoch 0)."""
+    text = "/".join(str(operator.index(number)) for number in numbers)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+
+def seed_host(number: int) -> None:
+    """Seed the generators of the CPU: torch's, Python's, and NumPy's if it is loaded."""
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(number & 0xFFFFFFFF)
+
+
+def seed_all(number: int, device: torch.device) -> None:
+    """The same, and the generator of `device`."""
+    seed_host(number)
+    if device.type == "cuda":
+        torch.cuda.default_generators[_index(device)].manual_seed(number)
+
+
+def rng_state(device: torch.device | None = None) -> dict[str, Any]:
+    """The generators of this rank: Python's, torch's for the CPU and one CUDA device, NumPy's if loaded.
+
+    They differ between ranks: save them as `PerRank(rng_state())`.
+    """
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state("cuda" if device is None or device.type != "cuda" else device)
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Continue where `rng_state` was taken. Generators that are not there on this machine are left out."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"], "cuda" if device is None or device.type != "cuda" else device)
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+@contextmanager
+def put_back(device: torch.device | None = None) -> Iterator[None]:
+    """Afterwards the generators are as they were."""
+    state = rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(state, device)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

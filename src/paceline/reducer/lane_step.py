@@ -1,0 +1,82 @@
+"""The moves of a reducer whose gradients come in lanes: a step begins, a lane is full, a lane has nothing."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.reducer.lanes import Lanes, LaneState, late_gradient
+from paceline.reducer.turn import Part
+
+if TYPE_CHECKING:
+    from paceline.reducer.reducer import Reducer
+
+
+def begin(reducer: "Reducer") -> str | None:
+    """A step of lanes begins. Returns the name of a parameter that has a gradient already, if there is one.
+
+    If the step before was given up half-way, the other ranks wait for its reduction: it is completed without
+    gradients, and they are told.
+    """
+    lanes = _lanes_of(reducer)
+    with reducer.lock, torch.no_grad():
+        if reducer.backwards.failed():
+            reducer.abandon()
+        if lanes.under_way:
+            lanes.give_up()
+            reducer.prepare()
+            reducer.begin_reduction()
+            reducer.abort()
+        stale = reducer.set.first_with_gradient()
+        if stale is None:
+            reducer.set.drop_gradients()
+        return stale
+
+
+def check_open(reducer: "Reducer") -> None:
+    """A backward begins: it has to be the one of the lane that runs."""
+    lanes = _lanes_of(reducer)
+    if lanes.state is LaneState.CLOSED:
+        raise UsageError(
+            f"lane {lanes.current} has had its backward already; run all but the last backward of a lane inside "
+            f"model.no_sync()"
+        )
+    if lanes.state is LaneState.NONE:
+        raise UsageError(
+            f"this replica trains in {lanes.count} lanes, and no lane runs; call backward inside "
+            f"`for batch in model.lanes(micros, step):`"
+        )
+
+
+def close(reducer: "Reducer") -> None:
+    """A lane's gradients are in: keep them for this rank's other lanes or, after the last of them, reduce."""
+    lanes = _lanes_of(reducer)
+    lanes.close(0.0 if reducer.turn.part is Part.SKIPPED else reducer.weighting.of_lane())
+    if lanes.last:
+        reducer.finish()
+        return
+    reducer.backwards.close()
+    reducer.fill_up()
+    if reducer.turn.late:
+        raise late_gradient(reducer.set.slots)
+    reducer.set.fold(lanes)
+    reducer.turn.part = Part.WHOLE
+    if reducer.on_finished is not None:
+        reducer.on_finished()
+
+
+def skip(reducer: "Reducer") -> None:
+    """The lane that runs has nothing that counts."""
+    lanes = _lanes_of(reducer)
+    with reducer.lock, torch.no_grad():
+        reducer.prepare()
+        reducer.set.drop_gradients()
+        reducer.turn.part = Part.SKIPPED
+        if lanes.last:
+            reducer.begin_reduction()
+        close(reducer)
+
+
+def _lanes_of(reducer: "Reducer") -> Lanes:
+    assert reducer.lanes is not None
+    return reducer.lanes

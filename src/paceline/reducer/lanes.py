@@ -1,0 +1,135 @@
+"""The lanes of one step on one rank: which one runs, and the sums of those that have run.
+
+    open(lane) ─→ its backward ─→ close(): folded into the sums ─→ open(next lane) … the last one is reduced
+
+A lane's gradients are added to those of the lanes before it in the order of one tree over lane numbers
+(`collectives.tree`), whoever runs which lanes. A rank keeps the sums of whole blocks of its lanes, at most one for each
+level of the tree: log2(lanes) copies of the gradients in a world of one, and none where each rank runs one lane.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+
+from paceline.collectives.tree import Block, aligned_blocks, lanes_of
+from paceline.errors import IllegalMove, UsageError
+from paceline.reducer.slot import GradSlot
+
+
+class LaneState(Enum):
+    """The life of one lane."""
+
+    NONE = auto()  # no step is under way
+    OPEN = auto()  # its forward and backward run
+    CLOSED = auto()  # its gradients are in the sums
+
+
+_NEXT_STATES = {
+    LaneState.NONE: (LaneState.OPEN,),
+    LaneState.OPEN: (LaneState.CLOSED, LaneState.NONE),
+    LaneState.CLOSED: (LaneState.OPEN, LaneState.NONE),
+}
+
+
+class Lanes:
+    """What this rank knows of the lanes of the current step."""
+
+    def __init__(self, count: int, rank: int, size: int) -> None:
+        self.count = count
+        self.mine = lanes_of(rank, size, count)
+        self.state = LaneState.NONE
+        self.current = -1
+        self.given_up = False  # not all lanes of this step will run here
+        self.weights = [0.0] * count  # of the lanes that have run here; 0 for those of others
+        self._sums: dict[int, list[tuple[Block, torch.Tensor]]] = {}  # by bucket, from left to right
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def last(self) -> bool:
+        """Whether the lane that runs is the last one of this rank, so that its backward reduces."""
+        return self.current == self.mine[-1]
+
+    @property
+    def under_way(self) -> bool:
+        return self.state is not LaneState.NONE
+
+    @property
+    def run(self) -> int:
+        """How many lanes of this step have run here."""
+        return self.current - self.mine[0] + (self.state is LaneState.CLOSED)
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are sums of earlier lanes of this step."""
+        return any(self._sums.values())
+
+    def open(self, lane: int) -> None:
+        self._move(LaneState.OPEN)
+        self.current = lane
+
+    def close(self, weight: float) -> None:
+        self._move(LaneState.CLOSED)
+        self.weights[self.current] = weight
+
+    def end(self) -> None:
+        """The step is over, or is given up: forget its sums. Their memory stays for the next one."""
+        self.state, self.current, self.given_up = LaneState.NONE, -1, False
+        self.weights = [0.0] * self.count
+        for bucket, sums in self._sums.items():
+            self._free.setdefault(bucket, []).extend(memory for _, memory in sums)
+            sums.clear()
+
+    def give_up(self) -> None:
+        """The lanes that have not run yet will not."""
+        self.current, self.given_up = self.mine[-1], True
+
+    def forget_memory(self) -> None:
+        """The buckets were laid anew."""
+        self._sums.clear()
+        self._free.clear()
+
+    def fold(self, bucket: int, flat: torch.Tensor) -> None:
+        """Add the lane's gradients, which are in `flat`, to the sums; `flat` may then be filled by the next lane."""
+        block = self._add_left(bucket, flat)
+        free = self._free.setdefault(bucket, [])
+        memory = free.pop() if free else torch.empty_like(flat)
+        self._sums[bucket].append((block, memory.copy_(flat)))
+
+    def blocks(self, bucket: int, flat: torch.Tensor) -> Sequence[tuple[Block, torch.Tensor]]:
+        """All sums of this rank, now that its last lane is in `flat`, which holds the last of them."""
+        if self.given_up:  # nobody reads them
+            return [(block, flat) for block in aligned_blocks(self.mine.start, len(self.mine))]
+        block = self._add_left(bucket, flat)
+        return [*self._sums[bucket], (block, flat)]
+
+    def _add_left(self, bucket: int, flat: torch.Tensor) -> Block:
+        """Add to `flat` the sums that stand left of it in the tree; returns the block it then is the sum of."""
+        sums = self._sums.setdefault(bucket, [])
+        first, width = self.current, 1
+        while sums and sums[-1][0] == (first - width, width) and first % (2 * width):
+            _, left = sums.pop()
+            flat.add_(left)  # the same bits as left + flat
+            self._free.setdefault(bucket, []).append(left)
+            first, width = first - width, 2 * width
+        return first, width
+
+    def _move(self, to: LaneState) -> None:
+        if to not in _NEXT_STATES[self.state]:
+            raise IllegalMove(f"lane {self.current} cannot go from {self.state.name} to {to.name}")
+        self.state = to
+
+
+def total_weight(rows: Sequence[Sequence[float]]) -> float:
+    """The weights of all lanes of all ranks, added up exactly: rounding would depend on who ran which."""
+    return math.fsum(weight for row in rows for weight in row)
+
+
+def late_gradient(slots: Sequence[GradSlot]) -> UsageError:
+    """The same error for every rank, though only those where it happened know of what."""
+    names = ", ".join(slot.meta.name for slot in slots if slot.late) or "a parameter of another rank"
+    return UsageError(
+        f"{names} got a second gradient in one backward after its bucket had left, as with reentrant checkpointing: in "
+        f"lanes its place in the sum would depend on the number of ranks; use checkpoint(..., use_reentrant=False)"
+    )

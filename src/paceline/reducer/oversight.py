@@ -1,0 +1,48 @@
+"""What looks after more than the gradients of a reduction: it speaks in the words, and judges what all have said."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.reducer.agreement import Words
+from paceline.reducer.slot import GradSlot
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one rank tells the others of its state and of the sums it has seen."""
+
+    state: int = 0  # digest of a part of the state: must be equal
+    signature: int = 0  # digest of what the state is made of; 0: this rank's is not to be compared
+    not_finite: int = 0  # a bit for every rank whose gradients were found not to be finite
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows, the same on every rank."""
+
+    drops_gradients: bool = False  # so that an optimizer that steps changes nothing
+    error: Exception | None = None  # to be raised once everything is in its place
+
+
+class Oversight(Protocol):
+    """All ranks of a replica have one, with the same settings, or none has."""
+
+    @property
+    def looks_at_sums(self) -> bool:
+        """Whether `findings` are complete only when all buckets have landed: the words then wait for them."""
+        ...
+
+    def begin(self, number: int) -> None:
+        """Step `number` of lanes begins, or reduction `number`. The state is as the last step has left it."""
+        ...
+
+    def findings(self) -> Findings: ...
+
+    def judge(self, words: Sequence[Words], slots: Sequence[GradSlot]) -> Verdict:
+        """All have spoken, and the views of `slots` hold what was reduced. May start collectives: all ranks do."""
+        ...
+
+    def note_optimizer(self, optimizer: object) -> None:
+        """An optimizer is about to step on these gradients."""
+        ...

@@ -1,0 +1,219 @@
+"""Replicas stay equal: a part of the state is compared in every step, and gradients that are not finite are named."""
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from paceline.agree import Rotation, StartedWord, first_not_finite, heal, locate, start_word
+from paceline.agree.capsule import Kind
+from paceline.collectives.api import Transport
+from paceline.errors import NoMajority, NotFiniteGradients, UsageError
+from paceline.reducer.agreement import Words
+from paceline.reducer.oversight import Findings, Verdict
+from paceline.reducer.slot import GradSlot
+from paceline.replica.lane_buffers import LaneBuffers
+
+logger = logging.getLogger("paceline")
+
+Named = Sequence[tuple[str, torch.Tensor]]
+_CHOICES = {"drift": ("raise", "heal"), "not_finite": ("keep", "skip", "raise")}
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What ranks check of each other in every step, beside the gradients.
+
+    Args:
+        state_every: parameters and optimizer state (in lanes also buffers) are compared bit for bit, a part in every
+            step and the whole within so many steps. 1: the whole in every step. 0: never.
+        drift: when they differ, "raise" on every rank, or "heal": overwrite what differs with the values of the
+            majority, say so, and go on.
+        trust: the rank whose values are taken to heal when there is no majority, as between two ranks.
+        not_finite: when a rank's gradients are not finite, "keep" them as torch does; "skip" the step on all ranks:
+            gradients are emptied, so that the optimizer changes nothing; or "raise". Not for GradScaler, which skips
+            such steps by itself.
+        patience: after so many steps in a row that were skipped, raise.
+        capsules: a folder for failure capsules. What the step was given is written there when replicas drift, a
+            gradient is not finite, or forward raises; `paceline replay FILE` runs it again.
+    """
+
+    state_every: int = 64
+    drift: str = "raise"
+    trust: int | None = None
+    not_finite: str = "keep"
+    patience: int = 10
+    capsules: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, accepted in _CHOICES.items():
+            if (given := getattr(self, name)) not in accepted:
+                raise UsageError(
+                    f"Agreement({name}={given!r}) is not known; accepted: {', '.join(map(repr, accepted))}"
+                )
+        for name, least in (("state_every", 0), ("patience", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(f"Agreement({name}={value!r}): expected a whole number of at least {least}")
+
+    def describe(self) -> str:
+        return ", ".join(
+            f"{item.name}={getattr(self, item.name)!r}" for item in fields(self) if item.name != "capsules"
+        )
+
+
+class Overseer:
+    """Carries an `Agreement` out, for one replica."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        params: Named,
+        transport: Transport,
+        timeout_s: float | None,
+        buffers: LaneBuffers | None = None,
+    ) -> None:
+        """`buffers`: only in lanes are they meant to be equal on all ranks, when a step begins."""
+        self.agreement = agreement
+        self.on_finding: Callable[[Kind, str, Sequence[int]], None] | None = None  # kind, text, ranks
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._buffers = buffers
+        self._params = params
+        self._names = {id(param): name for name, param in params}
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._params_only = False  # ranks hold different optimizer states, as they do where these are sharded
+        self._rotation: Rotation | None = None
+        self._stale = True  # the list of what there is to compare has to be made anew
+        self._signature = 0
+        self._step = self._compared = 0
+        self._word: StartedWord | None = None
+        self._in_a_row = 0
+        if self.looks_at_sums:
+            transport.find_not_finite(True)
+
+    @property
+    def looks_at_sums(self) -> bool:
+        return self.agreement.not_finite != "keep"
+
+    def note_optimizer(self, optimizer: object) -> None:
+        assert isinstance(optimizer, Optimizer)
+        if not any(known() is optimizer for known in self._optimizers):
+            self._optimizers = [known for known in self._optimizers if known() is not None]
+            self._optimizers.append(weakref.ref(optimizer))
+            self._stale = True  # its state will be there when the next step begins
+
+    def begin(self, number: int) -> None:
+        self._step = number
+        if not self.agreement.state_every:
+            return
+        if self._stale or self._compared % self.agreement.state_every == 0:
+            self._renew()
+        assert self._rotation is not None
+        part = [piece.flat() for piece in self._rotation.part(self._compared)]
+        self._word = start_word(part if self._buffers is None else [*part, *self._buffers.changing()])
+        self._compared += 1
+
+    def findings(self) -> Findings:
+        mask = 0
+        if self.looks_at_sums:
+            for rank in self._transport.not_finite():
+                mask |= 1 << min(rank, 62)
+        return Findings(0 if self._word is None else self._word.word(), self._signature, mask)
+
+    def judge(self, words: Sequence[Words], slots: Sequence[GradSlot]) -> Verdict:
+        error = None
+        if not all(row.signature for row in words):
+            pass
+        elif len({row.signature for row in words}) > 1:
+            self._compare_parameters_only()
+        elif len({row.state for row in words}) > 1:
+            error = self._drifted()
+        found = 0
+        for row in words:
+            found |= row.not_finite
+        if not found:
+            self._in_a_row = 0
+            return Verdict(error=error)
+        ranks = [rank for rank in range(self._transport.size) if found >> min(rank, 62) & 1]
+        verdict = self._not_finite(ranks, slots)
+        return verdict if error is None else Verdict(verdict.drops_gradients, error)
+
+    # ---- drift
+
+    def _renew(self) -> None:
+        state = [] if self._params_only else self._optimizer_state()
+        buffers = [] if self._buffers is None else self._buffers.before()
+        named = [*self._params, *buffers, *state]
+        self._stale = False
+        if self._rotation is None:
+            self._rotation = Rotation(named, self.agreement.state_every)
+        else:
+            self._rotation.renew(named)
+        told = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named])
+        self._signature = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), signed=True)
+
+    def _optimizer_state(self) -> Named:
+        found: list[tuple[str, torch.Tensor]] = []
+        for optimizer in (known() for known in self._optimizers):
+            for param, state in () if optimizer is None else optimizer.state.items():
+                if isinstance(state, dict) and (name := self._names.get(id(param))) is not None:
+                    found += [(f"{key} of {name}", v) for key, v in state.items() if isinstance(v, torch.Tensor)]
+        return sorted(found, key=lambda pair: pair[0])
+
+    def _compare_parameters_only(self) -> None:
+        """Ranks that hold different tensors cannot compare them; parameters are the same everywhere, by agreement."""
+        if not self._params_only:
+            logger.info("ranks hold different optimizer states, so only parameters are compared between them")
+        self._params_only = self._stale = True
+
+    def _drifted(self) -> Exception | None:
+        step = self._step
+        assert self._rotation is not None
+        pieces = self._rotation.whole()  # a weight that drifted has often taken its moments along
+        drift = locate(pieces, self._transport, step=step, timeout_s=self._timeout_s)
+        if not drift.tensors:
+            logger.warning("digests of the state differed between ranks in step %d, but the state does not", step)
+            return None
+        self._tell("divergence", drift.text, drift.ranks)
+        if self.agreement.drift == "raise":
+            return drift.error()
+        try:
+            heal(drift, pieces, self._transport, trust=self.agreement.trust, timeout_s=self._timeout_s)
+        except NoMajority as error:
+            return error
+        if self._buffers is not None:
+            self._buffers.put_back()
+        logger.warning("healed: %s", drift.text)
+        return None
+
+    # ---- not finite
+
+    def _not_finite(self, ranks: Sequence[int], slots: Sequence[GradSlot]) -> Verdict:
+        self._in_a_row += 1
+        first = first_not_finite((slot.meta.name, slot.view) for slot in slots if not slot.asleep)
+        what = "a gradient" if first is None else f"the gradient of {first.name} ({first.how_many} × {first.kind})"
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+        text = f"{what} is not finite in step {self._step}, by the batch of {who}"
+        self._tell("not-finite", text, ranks)
+        if self.agreement.not_finite == "raise":
+            return Verdict(True, NotFiniteGradients(f"{text}; no rank has stepped on it", ranks=ranks))
+        if self._in_a_row >= self.agreement.patience:
+            error = NotFiniteGradients(
+                f"{text}, and so it was in the last {self._in_a_row} steps, which were skipped; lower the learning "
+                f"rate, look at the data, or go on from an earlier checkpoint",
+                ranks=ranks,
+            )
+            return Verdict(True, error)
+        if self._transport.rank == 0:
+            logger.warning("%s: the step is skipped on all ranks", text)
+        return Verdict(True)
+
+    def _tell(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
+        if self.on_finding is not None:
+            self.on_finding(kind, text, ranks)

@@ -1,0 +1,79 @@
+"""Lanes over NCCL: one digest for 1, 2, 3 and 4 ranks, with dropout; and replicas that are watched on a GPU."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.errors import ReplicaDrift
+from paceline.replica.agreement import Agreement
+from tests.gpu.ranks import on_nccl
+from tests.models import DDP, draw
+
+LANES = 4
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    layers = [nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.3), nn.Linear(256, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)]
+    return nn.Sequential(*layers).cuda()
+
+
+def trained(rank: int, size: int, out: str) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model: Any = DDP(net(), lanes=LANES, seed=9, bucket_cap_mb=0.02, agreement=Agreement(state_every=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for step in range(8):
+        micros = [draw(100 * step + lane, 16, 64).cuda() for lane in model.own_lanes]
+        for x in model.lanes(micros, step):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).square().mean()
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    digest = hashlib.sha256()
+    for value in model.module.state_dict().values():
+        digest.update(value.cpu().numpy().tobytes())
+    Path(out, f"{size}-{rank}").write_text(digest.hexdigest())
+
+
+def test_every_world_gives_one_digest(procs: Any, tmp_path: Path) -> None:
+    for size in (1, 2, 3, 4):
+        store = str(tmp_path / f"store-{size}")
+        procs(size).run(on_nccl, store, "cpu:gloo,cuda:nccl", trained, str(tmp_path), group=False, deadline_s=120)
+    digests = {file.name: file.read_text() for file in tmp_path.glob("*-?") if not file.name.startswith("store")}
+    assert len(digests) == 10
+    assert len(set(digests.values())) == 1, digests
+
+
+def drifts(rank: int, size: int) -> None:
+    model: Any = DDP(net(), agreement=Agreement(state_every=2, not_finite="skip"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(poison: float = 1.0) -> None:
+        model(draw(rank, 16, 64).cuda() * poison).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = model.module[0].weight.detach().clone()
+    step(float("inf") if rank == 1 else 1.0)
+    assert torch.equal(model.module[0].weight, before), "the step was skipped"
+    for _ in range(3):
+        step()
+    if rank == 1:
+        model.module[3].weight.data.view(-1).view(torch.int32)[77] ^= 1 << 18
+    with pytest.raises(ReplicaDrift, match="3.weight"):
+        for _ in range(3):
+            step()
+    dist.barrier()
+
+
+def test_drift_and_not_finite_on_a_gpu(procs: Any, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    procs(2).run(on_nccl, store, "cpu:gloo,cuda:nccl", drifts, group=False, deadline_s=120)

@@ -1,0 +1,238 @@
+"""Agreement: a replica that drifts is found, named, and healed; gradients that are not finite stop nobody."""
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.collectives import Transport
+from paceline.collectives.threads import run
+from paceline.errors import NoMajority, NotFiniteGradients, ReplicaDrift, UsageError
+from paceline.replica.agreement import Agreement
+from tests.models import DDP, draw, mlp, seeded
+
+EVERY = 4
+State = dict[str, torch.Tensor]
+PATTERNS = {4: torch.int32, 8: torch.int64}
+
+
+class Buffered(nn.Module):
+    """With statistics that change and a table that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+        self.register_buffer("table", torch.arange(8.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(x)) * self.table)
+        return out
+
+
+def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
+    pattern = tensor.detach().view(-1).view(PATTERNS[tensor.itemsize])
+    width = 8 * tensor.itemsize
+    pattern[element] ^= -(1 << (width - 1)) if bit == width - 1 else 1 << bit
+
+
+class Session:
+    """A rank that trains, step by step."""
+
+    def __init__(self, transport: Transport, lanes: int | None = None, **agreement: Any) -> None:
+        settings = {"state_every": EVERY, **agreement}
+        self.transport = transport
+        self.model = DDP(seeded(Buffered()), transport=transport, lanes=lanes, agreement=Agreement(**settings))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.step_number = 0
+
+    def step(self, poison: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> None:
+        step, model = self.step_number, self.model
+        self.step_number += 1
+        if model.own_lanes:
+            for lane, x in model.lanes([(lane, draw(100 * step + lane, 6, 5)) for lane in model.own_lanes], step):
+                model(poison(x)).square().mean().backward()
+                assert lane in model.own_lanes
+        else:
+            model(poison(draw(100 * step + self.transport.rank, 6, 5))).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> State:
+        named = dict(self.model.module.named_parameters())
+        found = {
+            f"{key} of {name}": value
+            for name, param in named.items()
+            for key, value in self.optimizer.state[param].items()
+        }
+        return {**named, **(dict(self.model.module.named_buffers()) if self.model.own_lanes else {}), **found}
+
+
+def test_two_hundred_flipped_bits_are_all_found_and_named() -> None:
+    """Of weights, moments and buffers; signs, exponents and mantissas; by every rank, before the next update."""
+
+    def body(transport: Transport) -> list[tuple[str, bool, int]]:
+        # Without "skip" an exponent may grow so much that all ranks end with the same NaN everywhere.
+        session = Session(transport, lanes=3, state_every=1, drift="heal", not_finite="skip", patience=999)
+        drawn, found = random.Random(5), []
+        for _ in range(2):
+            session.step()
+        while len(found) < 200:
+            odd, state = drawn.randrange(transport.size), session.state()
+            name = drawn.choice(sorted(state))
+            element = drawn.randrange(state[name].numel())
+            bit = drawn.choice([8 * state[name].itemsize - 1, *range(8 * state[name].itemsize - 1)])
+            if transport.rank == odd:
+                flip(state[name], element, bit)
+            told: list[tuple[str, tuple[int, ...]]] = []
+            session.model._core.oversight.on_finding = lambda kind, text, ranks, told=told: told.append(
+                (text, tuple(ranks))
+            )
+            session.step()
+            found.append((name, bool(told) and name in told[0][0] and told[0][1] == (odd,), bit))
+        return found
+
+    for found in run(body, 3):
+        assert [case for case in found if not case[1]] == []
+        assert {name.split(" of ")[0] for name, _, _ in found} >= {"exp_avg", "exp_avg_sq", "step", "table"}
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_a_quiet_run_raises_no_alarm(lanes: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    def body(transport: Transport) -> None:
+        session = Session(transport, lanes, drift="heal", not_finite="skip")
+        for _ in range(3 * EVERY):
+            session.step()
+
+    with caplog.at_level(logging.WARNING, "paceline"):
+        run(body, 2)
+    assert caplog.messages == []
+
+
+def drifted(transport: Transport, **agreement: Any) -> tuple[str, int] | State:
+    """What became of a run whose rank 1 has one flipped bit after 5 steps."""
+    session = Session(transport, **agreement)
+    for _ in range(5):
+        session.step()
+    if transport.rank == 1:
+        flip(session.state()["first.weight"], 7, 20)
+    try:
+        for _ in range(EVERY):
+            session.step()
+    except ReplicaDrift as error:
+        assert error.tensor == "first.weight"
+        return str(error), session.step_number - 5
+    return session.state()
+
+
+def test_drift_is_raised_on_every_rank_with_the_rank_that_drifted() -> None:
+    outcomes = run(drifted, 3)
+    assert len(set(outcomes)) == 1
+    text, steps = outcomes[0]
+    assert "rank 1" in text and "first.weight" in text
+    assert steps <= EVERY
+
+
+def test_between_two_ranks_nobody_knows_who_is_right() -> None:
+    text, _ = run(drifted, 2)[0]
+    assert "0 and 1" in text
+    with pytest.raises(NoMajority):
+        run(lambda transport: _raise(drifted_error(transport)), 2)
+
+
+def drifted_error(transport: Transport) -> None:
+    session = Session(transport, drift="heal", state_every=1)
+    session.step()
+    if transport.rank == 0:
+        flip(session.state()["first.weight"], 0, 3)
+    session.step()
+
+
+def _raise(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize(("size", "agreement"), [(3, {"drift": "heal"}), (2, {"drift": "heal", "trust": 0})])
+def test_healed_replicas_are_equal_again(size: int, agreement: dict[str, Any]) -> None:
+    first, *others = run(lambda transport: drifted(transport, **agreement), size)
+    for other in others:
+        assert all(torch.equal(other[name], first[name]) for name in first)
+
+
+def test_with_every_step_compared_it_is_found_before_the_next_update() -> None:
+    text, steps = run(lambda transport: drifted(transport, state_every=1), 3)[0]
+    assert steps == 1
+    assert "step" in text
+
+
+def test_optimizers_that_are_sharded_are_not_compared() -> None:
+    """Each rank steps on other parameters, as ZeRO does, and sends them round."""
+
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(5, 4, 3), transport=transport, agreement=Agreement(state_every=2))
+        params = list(model.parameters())
+        optimizer = torch.optim.AdamW(params[transport.rank :: transport.size], lr=1e-2)
+        for step in range(6):
+            model(draw(10 * step + transport.rank, 4, 5)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+            for number, param in enumerate(params):
+                paceline.collectives.wait.finish(
+                    transport.broadcast(param.data.view(-1), number % transport.size), what="", watch=transport.watch
+                )
+
+    run(body, 2)
+
+
+# Not finite.
+
+
+def poisoned(transport: Transport, lanes: int | None, steps: set[int], **agreement: Any) -> tuple[State, list[str]]:
+    session = Session(transport, lanes, **{"not_finite": "skip", "state_every": 1, **agreement})
+    told: list[str] = []
+    session.model._core.oversight.on_finding = lambda kind, text, ranks: told.append(f"{kind}: {text} {list(ranks)}")
+    for number in range(5):
+        bad = transport.rank == 1 and number in steps
+        session.step(lambda x, bad=bad: x * float("inf") if bad else x)
+    return {name: value.detach().clone() for name, value in session.state().items()}, told
+
+
+@pytest.mark.parametrize("lanes", [None, 3])
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(lanes: int | None) -> None:
+    results = run(lambda transport: poisoned(transport, lanes, {2, 3}), 3)
+    for state, told in results:
+        assert all(bool(torch.isfinite(value).all()) for value in state.values())
+        assert all(torch.equal(value, results[0][0][name]) for name, value in state.items())
+        assert int(state["step of first.weight"]) == 3, "two of five steps were skipped"
+        assert len(told) == 2
+        assert told[0].startswith("not-finite: the gradient of ") and told[0].endswith(" [1]")
+
+
+def test_too_many_in_a_row_are_an_error() -> None:
+    with pytest.raises(NotFiniteGradients, match="by the batch of rank 1, and so it was in the last 2 steps"):
+        run(lambda transport: poisoned(transport, None, {1, 2, 3}, patience=2), 2)
+
+
+def test_it_can_be_raised_at_once() -> None:
+    with pytest.raises(NotFiniteGradients, match="in step 2, by the batch of rank 1; no rank has stepped on it"):
+        run(lambda transport: poisoned(transport, None, {1}, not_finite="raise"), 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"drift": "ignore"}, "accepted: 'raise', 'heal'"),
+        ({"state_every": -1}, "at least 0"),
+        ({"patience": 0}, "at least 1"),
+        ({"not_finite": "zero"}, "accepted: 'keep', 'skip', 'raise'"),
+    ],
+)
+def test_agreements_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Agreement(**wrong)

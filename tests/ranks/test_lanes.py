@@ -1,0 +1,320 @@
+"""Lanes: the same bits in a world of any size. Ranks are threads here; tests/procs has real ones, with dropout."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.collectives import Transport
+from paceline.collectives.threads import run
+from paceline.errors import BackwardAborted, UnreducedGradients, UsageError
+from tests.models import DDP, Branches, draw, mlp, seeded
+
+State = dict[str, torch.Tensor]
+# What a step does with one lane: (model, micro, step, lane).
+Body = Callable[[Any, torch.Tensor, int, int], None]
+
+
+def net() -> nn.Module:
+    return seeded(
+        nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 8), nn.BatchNorm1d(8, momentum=0.3), nn.Linear(8, 3))
+    )
+
+
+def plain(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    model(x).square().mean().backward()
+
+
+def micro(step: int, lane: int) -> torch.Tensor:
+    return draw(1000 * step + lane, 4, 5)
+
+
+def train(
+    transport: Transport,
+    lanes: int,
+    body: Body = plain,
+    *,
+    make: Callable[[], nn.Module] = net,
+    deal: Callable[[int, int], torch.Tensor] = micro,
+    dtype: torch.dtype = torch.float32,
+    **arguments: Any,
+) -> State:
+    model = DDP(make().to(dtype), transport=transport, lanes=lanes, seed=7, **arguments)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        numbered = [(lane, deal(step, lane).to(dtype)) for lane in model.own_lanes]
+        for lane, x in model.lanes(numbered, step):
+            body(model, x, step, lane)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+
+def check_same_bits(lanes: int, sizes: tuple[int, ...], *args: Any, **kwargs: Any) -> State:
+    (alone,) = run(lambda transport: train(transport, lanes, *args, **kwargs), 1)
+    for size in sizes:
+        for got in run(lambda transport: train(transport, lanes, *args, **kwargs), size):
+            for name, value in alone.items():
+                assert torch.equal(got[name], value), (size, name, got[name] - value)
+    return alone
+
+
+@pytest.mark.parametrize(("lanes", "sizes"), [(3, (2, 3)), (6, (2, 4, 5)), (8, (2, 3, 4, 5, 8))])
+def test_any_number_of_ranks_gives_the_same_bits(lanes: int, sizes: tuple[int, ...]) -> None:
+    check_same_bits(lanes, sizes)
+
+
+def test_it_is_the_mean_over_lanes() -> None:
+    by_lanes = check_same_bits(4, (2,), make=lambda: mlp(5, 6, 3))
+    module = mlp(5, 6, 3)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    for step in range(4):
+        module(torch.cat([micro(step, lane) for lane in range(4)])).square().mean().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in module.state_dict().items():
+        assert torch.allclose(by_lanes[name], value, atol=1e-5)
+
+
+def weighted(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    with model.weight(len(x) + 0.1 * lane):  # no whole numbers, so that adding them up in another order would show
+        model(x).square().mean().backward()
+
+
+def accumulated(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    first, *rest = x.split(2)
+    for part in rest:
+        with model.no_sync():
+            model(part).square().mean().backward()
+    model(first).square().mean().backward()
+
+
+def sometimes(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    """Lanes that have nothing to say: some of them, and once all."""
+    if step == 2 or (step + lane) % 3 == 0:
+        model.skip_batch()
+    else:
+        plain(model, x, step, lane)
+
+
+def of_branches(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    model(x[:, :3], "ta" if lane % 2 else "t").sum().backward()
+
+
+BODIES: dict[str, tuple[Body, dict[str, Any]]] = {
+    "weighted": (weighted, {"deal": lambda step, lane: draw(10 * step + lane, 2 + (step + lane) % 3, 5)}),
+    "several micros in a lane": (accumulated, {}),
+    "some lanes skip": (sometimes, {"make": lambda: mlp(5, 6, 3)}),
+    "unused parameters": (of_branches, {"make": Branches}),
+    "a bucket for each": (plain, {"bucket_cap_mb": 1e-6}),
+    "fixed plan": (plain, {"bucket_plan": "fixed"}),
+    "a static graph": (plain, {"static_graph": True}),
+    "bfloat16": (plain, {"make": lambda: mlp(5, 6, 3), "dtype": torch.bfloat16}),
+    "float64": (plain, {"dtype": torch.float64}),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_whatever_a_lane_does(kind: str) -> None:
+    body, arguments = BODIES[kind]
+    check_same_bits(6, (2, 3, 4), body, **arguments)
+
+
+def test_the_cut_into_buckets_changes_no_bit() -> None:
+    usual = check_same_bits(5, (2,))
+    single = check_same_bits(5, (3,), bucket_cap_mb=1e-6)
+    assert all(torch.equal(single[name], value) for name, value in usual.items())
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_random_modules_in_random_worlds(data: st.DataObject) -> None:
+    widths = [5, *data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)), 3]
+    lanes = data.draw(st.integers(1, 7))
+    sizes = tuple(sorted(data.draw(st.sets(st.integers(1, lanes), min_size=1, max_size=1))))
+    body = data.draw(st.sampled_from([plain, accumulated, weighted]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    bucket = data.draw(st.sampled_from([None, 1e-6, 1e-3]))
+    check_same_bits(lanes, sizes, body, make=lambda: mlp(*widths), dtype=dtype, bucket_cap_mb=bucket)
+
+
+def test_sums_take_as_many_copies_as_the_tree_has_levels() -> None:
+    def copies(transport: Transport) -> int:
+        model = DDP(mlp(5, 6, 3), transport=transport, lanes=8)
+        held = 0
+        for x in model.lanes([micro(0, lane) for lane in model.own_lanes], 0):
+            plain(model, x, 0, 0)
+            sums = model._core.lanes._sums.values()
+            held = max(held, *(len(stack) for stack in sums), 0)
+        return held
+
+    assert run(copies, 1) == [3]
+    assert run(copies, 8) == [0] * 8
+
+
+# Bad input.
+
+
+def refused(
+    message: str, attempt: Callable[[Transport], Any], size: int = 2, kind: type[Exception] = UsageError
+) -> None:
+    def body(transport: Transport) -> None:
+        with pytest.raises(kind, match=message):
+            attempt(transport)
+
+    run(body, size)
+
+
+WRONG: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
+    "too few": (r"lanes=1 is smaller than the world of 2 ranks", net, {"lanes": 1}),
+    "no number": (r"lanes='8' is not a number of lanes", net, {"lanes": "8"}),
+    "none at all": (r"lanes=0 is not a number of lanes", net, {"lanes": 0}),
+    "explicit": (r"cannot be combined with overlap=False", net, {"lanes": 4, "overlap": False}),
+    "batch norm over ranks": (
+        r"cannot be combined with the SyncBatchNorm 1",
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)),
+        {"lanes": 4},
+    ),
+    "sparse": (r"need dense gradients, but the module makes", lambda: nn.Embedding(3, 2, sparse=True), {"lanes": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_lanes_that_cannot_be(kind: str) -> None:
+    message, make, arguments = WRONG[kind]
+    refused(message, lambda transport: DDP(make(), transport=transport, **arguments))
+
+
+def test_ranks_that_want_different_lanes() -> None:
+    refused("lanes", lambda transport: DDP(net(), transport=transport, lanes=4 + transport.rank), kind=Exception)
+
+
+def test_a_loop_that_does_not_fit() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(5, 3), transport=transport, lanes=4)
+        with pytest.raises(UsageError, match=r"runs 2 of 4 lanes \(lanes \d to \d\).*got 3"):
+            next(model.lanes([micro(0, 0)] * 3, 0))
+        with pytest.raises(UsageError, match=r"trains in 4 lanes, and no lane runs"):
+            plain(model, micro(0, 0), 0, 0)
+        with pytest.raises(UsageError, match=r"lane \d of step 0 ended without a backward"):
+            list(model.lanes([micro(0, 0)] * 2, 0))
+        with pytest.raises(UsageError, match=r"has had its backward already"):
+            for x in model.lanes([micro(0, 0)] * 2, 0):
+                plain(model, x, 0, 0)
+                plain(model, x, 0, 0)
+
+    run(body, 2)
+
+
+def test_a_micro_of_another_shape() -> None:
+    def attempt(transport: Transport) -> None:
+        model = DDP(mlp(5, 3), transport=transport, lanes=4)
+        for x in model.lanes([draw(0, 4, 5), draw(0, 3, 5)], 0):
+            plain(model, x, 0, 0)
+
+    refused(r"the micro of lane \d in step 0 has tensors of shape \[3, 5\], those before it had \[4, 5\]", attempt)
+
+
+def test_gradients_that_were_left_over() -> None:
+    def attempt(transport: Transport) -> None:
+        model = DDP(mlp(5, 3), transport=transport, lanes=2)
+        for _ in range(2):
+            for x in model.lanes([micro(0, 0)], 0):
+                plain(model, x, 0, 0)
+
+    refused(r"starts from empty gradients, but 0\.weight has one", attempt)
+
+
+def test_an_optimizer_that_steps_between_lanes() -> None:
+    def attempt(transport: Transport) -> None:
+        model = DDP(mlp(5, 3), transport=transport, lanes=4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for x in model.lanes([micro(0, 0)] * 2, 0):
+            plain(model, x, 0, 0)
+            optimizer.step()
+
+    refused(r"steps though only", attempt, kind=UnreducedGradients)
+
+
+def test_reentrant_checkpoints_have_no_place_in_the_sum() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mlp(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+            return checkpoint(self.layer, y, use_reentrant=True)
+
+    def attempt(transport: Transport) -> None:
+        model = DDP(Twice(), transport=transport, lanes=2)
+        for x in model.lanes([micro(0, 0)], 0):
+            model(x).sum().backward()
+
+    refused(r"got a second gradient in one backward.*use_reentrant=False", attempt)
+
+
+def test_a_lane_that_fails_is_told_to_all() -> None:
+    def body(transport: Transport) -> State:
+        model = DDP(mlp(5, 3), transport=transport, lanes=4)
+        error: type[Exception] = ZeroDivisionError if transport.rank == 0 else BackwardAborted
+
+        def attempt() -> None:
+            for x in model.lanes([micro(0, lane) for lane in model.own_lanes], 0):
+                plain(model, x, 0, 0)
+                if transport.rank == 0:
+                    raise ZeroDivisionError
+
+        with pytest.raises(error):
+            attempt()
+        for lane, x in model.lanes([(lane, micro(1, lane)) for lane in model.own_lanes], 1):
+            plain(model, x, 1, lane)
+        return {name: param.grad.clone() for name, param in model.module.named_parameters()}
+
+    one, other = run(body, 2)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Votes and skipped batches, also without lanes.
+
+
+def test_votes_are_heard_by_all_in_the_same_step() -> None:
+    def body(transport: Transport) -> list[dict[str, list[int]]]:
+        model, heard = DDP(mlp(5, 3), transport=transport), []
+        for step in range(3):
+            model.vote(stop=step == transport.rank, save=step == 1, exhausted=transport.rank == 2)
+            plain(model, micro(step, transport.rank), step, 0)
+            heard.append(model.votes)
+        return heard
+
+    for heard in run(body, 3):
+        assert [votes["stop"] for votes in heard] == [[0], [1], [2]]
+        assert [votes["save"] for votes in heard] == [[], [0, 1, 2], []]
+        assert [votes["exhausted"] for votes in heard] == [[2]] * 3
+
+
+def test_a_rank_that_skips_counts_for_nothing() -> None:
+    def body(transport: Transport) -> tuple[torch.Tensor, Any]:
+        model = DDP(mlp(5, 3), transport=transport)
+        if transport.rank == 1:
+            model.skip_batch()
+        else:
+            plain(model, micro(0, transport.rank), 0, 0)
+        some = model.module[0].weight.grad.clone()
+        model.zero_grad()
+        model.skip_batch()
+        return some, model.module[0].weight.grad
+
+    module = mlp(5, 3)
+    for rank in (0, 2):
+        (module(micro(0, rank)).square().mean() / 2).backward()
+    for some, none in run(body, 3):
+        assert torch.allclose(some, module[0].weight.grad)
+        assert none is None
