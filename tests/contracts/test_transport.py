@@ -214,7 +214,7 @@ def it_names_the_ranks_whose_numbers_are_not_finite(transport: Transport) -> Non
                 assert found_by_all(transport) == {rank}, (dtype, op, value)
             # In one place, where the sum does not tell who it was.
             for value in (INF, NAN):
-                reduce_spoilt(transport, {rank: (7, value) for rank in {0, last}}, dtype, op)
+                reduce_spoilt(transport, dict.fromkeys({0, last}, (7, value)), dtype, op)
                 assert found_by_all(transport) == {0, last}, (dtype, op, value)
             reduce_spoilt(transport, {}, dtype, op)
             assert found_by_all(transport) == set(), (dtype, op)

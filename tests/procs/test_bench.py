@@ -29,13 +29,16 @@ BROKEN = "dataparallel:no_such_argument=1"
 @pytest.fixture(scope="module")
 def report() -> StepReport:
     contenders = ("floor", "paceline", "torch", BROKEN, "tensorflow")
-    return run_steps(StepSpec(model="gpt-tiny", steps=4, burst=2, warmup=1, contenders=contenders, timeout=50.0))
+    spec = StepSpec(
+        model="gpt-tiny", steps=4, burst=2, warmup=1, accumulate=2, contenders=contenders, lanes=True, timeout=80.0
+    )
+    return run_steps(spec)
 
 
 def test_every_contender_runs_and_agrees(report: StepReport) -> None:
-    for label in ("floor", "paceline", "torch"):
+    for label in ("floor", "paceline", "torch", "lanes"):
         found = report.result(label)
-        assert found is not None, report.contenders
+        assert found is not None, (label, [(r.label, r.state, r.message, r.log) for r in report.contenders])
         assert [len(turn) for turn in found.samples_s] == [2, 2]
         assert len(found.losses) == 1 + 2 * (1 + 2)
         assert found.median_s is not None and found.median_s > 0
@@ -47,6 +50,8 @@ def test_every_contender_runs_and_agrees(report: StepReport) -> None:
     assert ours.agrees is True and ours.loss_difference == 0.0 and ours.replicas_equal is True
     assert ours.overlap is not None and 0.0 <= ours.overlap <= 1.0 and ours.overlap_from == "trace"
     assert ours.bucket_bytes and ours.sent_bytes == report.gradient_bytes
+    lanes = report.result("lanes")
+    assert lanes is not None and lanes.agrees is True and lanes.replicas_equal is True
     assert floor.replicas_equal is False, "nobody told its ranks to be equal"
 
 
@@ -63,7 +68,7 @@ def test_a_missing_peer_is_named(report: StepReport) -> None:
     missing = next(found for found in report.contenders if found.label == "tensorflow")
     if missing.state != "not installed":
         pytest.skip("tensorflow is installed here")
-    assert "tensorflow: not installed: tensorflow: pip install paceline[peers]" in render(step_tables(report)[0])
+    assert "tensorflow: not installed: tensorflow: pip install 'paceline[peers]'" in render(step_tables(report)[0])
 
 
 def test_the_report_is_json(report: StepReport) -> None:

@@ -59,6 +59,7 @@ def differ(rank: int, size: int, which: str) -> str:
         "seed": {"seed": rank},
         "drop_last": {"drop_last": rank == 0},
         "rank": {"rank": 0, "world_size": size},
+        "lanes": {"lanes": 4 + rank},
     }
     loader: Loader[torch.Tensor] = Loader(**{"dataset": Numbers(40), "batch_size": 2, **settings[which]})
     with pytest.raises(DataDiffers) as caught:
@@ -78,6 +79,7 @@ def differ(rank: int, size: int, which: str) -> str:
         ("seed", "ranks have different seeds"),
         ("drop_last", "different values of drop_last"),
         ("rank", "ranks 0 and 1 would all load the samples of rank 0"),
+        ("lanes", "different values of lanes"),
     ],
 )
 def test_ranks_that_would_load_differently_are_told_so(procs: Pool, which: str, message: str) -> None:

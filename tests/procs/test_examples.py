@@ -30,7 +30,7 @@ def run(launcher: tuple[str, ...], name: str, folder: Path, *arguments: str) -> 
 
 
 def test_every_example_is_run_here() -> None:
-    tested = {"digits.py", "own_model.py", "transformers_model.py"}
+    tested = {"digits.py", "lanes.py", "own_model.py", "transformers_model.py"}
     assert {file.name for file in EXAMPLES.glob("*.py")} == tested
 
 
@@ -45,6 +45,14 @@ def test_the_same_script_under_every_launcher(launcher: tuple[str, ...], tmp_pat
         "step-00000200",
         "step-00000250",
     ]
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_lanes_print_one_digest_whatever_the_world(tmp_path: Path) -> None:
+    three = (*PACELINE[:-1], "3")
+    said = [run(launcher, "lanes.py", tmp_path).partition(" rank(s) ") for launcher in (ALONE, three)]
+    assert [ranks[-1] for ranks, _, _ in said] == ["1", "3"]
+    assert said[0][2] == said[1][2] and "digest" in said[0][2]
 
 
 @pytest.mark.timeout(TIMEOUT_S)

@@ -1,6 +1,7 @@
 """Lanes on real ranks: one digest for every number of ranks, over shared memory and over gloo, with all randomness."""
 
 import hashlib
+import pickle
 import random
 from typing import Any
 
@@ -32,6 +33,7 @@ def trained(rank: int, size: int, transport: str) -> tuple[str, bool]:
     """The digest of all that was trained, and whether the generators are as they were before."""
     torch.manual_seed(5)
     model: Any = DDP(Noisy(), lanes=LANES, seed=9, transport=transport, bucket_cap_mb=1e-3)
+    assert pickle.loads(pickle.dumps(model)).own_lanes == model.own_lanes
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = torch.get_rng_state(), random.getstate(), repr(numpy.random.get_state())
     for step in range(6):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ SETTINGS = (
     "--warmup",
     "4",
     "--batch",
-    "4",
+    "1",
     "--eval-every",
     "8",
     "--eval-samples",
@@ -115,11 +116,12 @@ def test_a_run_leaves_all_its_files_and_says_where(quiet: Training) -> None:
     assert names >= {"config.toml", "metrics.jsonl", "result.json", "loss.png", "report.html", "checkpoints"}
     assert names >= {"rank_0.log", "rank_1.log", "weights.safetensors", "ledger"}
     result = quiet.result()
-    assert (result["steps"], result["ended"], result["ranks"]) == (16, "finished", 2)
+    assert (result["steps"], result["ended"], result["ranks"], result["lanes"]) == (16, "finished", 2, 8)
     assert len(result["digest"]) == 64
     assert result["gradient_difference"] < 1e-6
     assert result["memory_planned"] > 0 and result["memory_measured"] > 0
     page = (quiet.folder / "report.html").read_text()
+    assert f"torch {version('torch')}" in page and result["date"] in page and " cores" in result["machine"]
     assert "data:image/png;base64," in page and "http" not in page.replace("http-equiv", "")
     said = quiet.output()
     for word in (
@@ -150,7 +152,7 @@ def test_stopped_and_resumed_is_the_run_that_was_not_stopped(quiet: Training, te
     assert first.ended() == 143, first.output()
     stopped = first.result()
     assert stopped["ended"] == "stopped" and stopped["steps"] < 16, first.output()
-    second = start("run", *QUICK, "--data", str(text))
+    second = start("run", *QUICK, "--data", str(text), "--ranks", "3")  # lanes give the same bits in any world
     assert second.ended() == 0, second.output()
     assert f"resumed from step {stopped['steps']}; 0 step(s)" in second.output()
     assert second.result()["digest"] == quiet.result()["digest"]
@@ -158,12 +160,13 @@ def test_stopped_and_resumed_is_the_run_that_was_not_stopped(quiet: Training, te
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_a_finished_run_is_found_finished(quiet: Training) -> None:
-    before = quiet.result()
+    before, metrics = quiet.result(), (quiet.folder / "metrics.jsonl").read_text()
     again = Training(quiet.folder)
     assert again.ended() == 0, again.output()
     after = again.result()
     assert (after["digest"], after["steps"], after["own_steps"]) == (before["digest"], 16, 0)
     assert after["step_seconds"] == before["step_seconds"] and after["memory_measured"] == before["memory_measured"]
+    assert (quiet.folder / "metrics.jsonl").read_text() == metrics
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
@@ -185,6 +188,7 @@ def test_a_killed_rank_is_named_and_the_run_ends_by_itself(quiet: Training, text
         (("--size", "huge"), "size='huge': expected one of nano, tiny"),
         (("--data", "no/such/file"), "data='no/such/file': no such file, folder or match"),
         (("--batch", "0"), "batch=0: expected at least 1"),
+        (("--lanes", "1"), "2 ranks and lanes=1: expected at least one lane for each rank"),
         (("--data", "{short}", "--context", "4000"), "context=4000 is longer than the"),
         (("--data", "{short}", "--context", "16", "--batch", "64"), "samples"),
     ],

@@ -207,7 +207,7 @@ def test_a_loop_that_does_not_fit() -> None:
             list(model.lanes([micro(0, 0)] * 2, 0))
         x = next(model.lanes([micro(0, 0)] * 2, 0))
         plain(model, x, 0, 0)
-        with pytest.raises(UsageError, match=r"trains in 4 lanes|has had its backward already"):
+        with pytest.raises(UsageError, match=r"has had its backward already"):
             plain(model, x, 0, 0)
 
     run(body, 2)

@@ -13,7 +13,9 @@ from paceline.bench.allreduce import run_allreduce
 from paceline.bench.commands import COMMANDS, conduct, exit_code
 from paceline.bench.cost_model import RING, Link
 from paceline.bench.cost_study import fit_contender, forecast
+from paceline.bench.own_study import agreement_report, lanes_report
 from paceline.bench.report import (
+    AgreementReport,
     AllReduceReport,
     AllReduceRow,
     Circumstances,
@@ -21,15 +23,25 @@ from paceline.bench.report import (
     CostModelReport,
     HooksReport,
     HooksRow,
+    LanesReport,
     SeriesReport,
     StepReport,
     write_json,
 )
-from paceline.bench.spec import AllReduceSpec, CostModelSpec, HooksSpec, RanksSpec, StepSpec
+from paceline.bench.spec import (
+    AgreementSpec,
+    AllReduceSpec,
+    CostModelSpec,
+    HooksSpec,
+    LanesSpec,
+    RanksSpec,
+    StepSpec,
+)
 from paceline.bench.steps import compare, count_parameters
-from paceline.bench.study_tables import cost_tables, hooks_tables, series_tables
+from paceline.bench.study_tables import agreement_tables, cost_tables, hooks_tables, lanes_tables, series_tables
 from paceline.bench.tables import allreduce_tables, render, step_tables
 from paceline.errors import UsageError
+from paceline.memory_plan import files
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="charts need matplotlib")
 
@@ -56,6 +68,7 @@ def report() -> StepReport:
             overlap=0.8,
             overlap_from="trace",
             phases_s={"forward": 0.02, "backward": 0.05, "optimizer": 0.005},
+            bucket_bytes=[21_000_000],
             predicted_exposed_s=0.004,
             traced_exposed_s=0.0045,
             sent_bytes=21_000_000,
@@ -64,7 +77,7 @@ def report() -> StepReport:
         result("torch", 97.0, same, replicas_equal=True, communication_s=0.06, overlap_from="alone"),
         result("fusion", 50.0, [8.3, 8.25, 8.15], replicas_equal=False),
         result("tensorflow", 300.0, [9.0, 9.0, 9.0]),
-        ContenderResult("mpi4py", "", "not installed", 2, "mpi4py: pip install paceline[peers]"),
+        ContenderResult("mpi4py", "", "not installed", 2, "mpi4py: pip install 'paceline[peers]'"),
         ContenderResult("fabric", "", "failed", 2, "rank 1: ValueError: no", log="line a\nline b"),
     ]
     made = StepReport(asdict(spec), Circumstances.now(), *count_parameters(spec), contenders)
@@ -76,13 +89,13 @@ def found(made: StepReport, label: str) -> ContenderResult:
     return next(each for each in made.contenders if each.label == label)
 
 
-def test_ratios_and_exposed_time() -> None:
+def test_ratios_and_time_above_the_floor() -> None:
     made = report()
     ours, theirs = found(made, "paceline"), found(made, "torch")
     assert ours.to_torch is not None and ours.to_torch.value == pytest.approx(75 / 97)
     assert ours.to_floor is not None and ours.to_floor.value == pytest.approx(75 / 70)
-    assert ours.exposed_s == pytest.approx(0.005)
-    assert ours.exposed_to_torch == pytest.approx(5 / 27)
+    assert ours.above_floor_s == pytest.approx(0.005)
+    assert ours.above_floor_to_torch == pytest.approx(5 / 27)
     assert ours.overlap == 0.8, "paceline's own trace is kept"
     assert theirs.overlap == pytest.approx(1 - 27 / 60)
     assert theirs.to_torch is not None and theirs.to_torch.value == 1.0
@@ -126,18 +139,20 @@ def test_the_table_says_all_that_was_found() -> None:
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     for word in ("75.0", "0.773", "1.071", "5.00", "80%", "20 MiB", "17.3", "yes"):
         assert word in rows["paceline"], word
-    assert "mpi4py: not installed: mpi4py: pip install paceline[peers]" in text
+    assert "mpi4py: not installed: mpi4py: pip install 'paceline[peers]'" in text
     assert "fabric: failed: rank 1: ValueError: no" in text
     assert "    | line b" in text
-    assert "exposed by plan 4.00, measured 4.50 ms" in text
+    assert "exposed by plan 4.00, by trace 4.50 ms" in text
+    assert "optimizer 5.00 ms; 1 bucket\n" in text
+    assert text.count("above floor ms") == 1 and "exposed ms" not in text
     assert "torch" in text.splitlines()[-1]
 
 
 def test_the_json_has_hardware_versions_date_command_and_every_sample(tmp_path: Path) -> None:
     made = report()
-    write_json(made, tmp_path / "new" / "report.json")
-    data = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert data["schema"] == "paceline-bench-step/1"
+    write_json(made, tmp_path / "report.json")
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["schema"] == "paceline-bench-step/2"
     assert data.keys() == {"schema", "spec", "circumstances", "parameters", "gradient_bytes", "contenders"}
     where = data["circumstances"]
     assert where.keys() == {"date", "command", "hardware", "versions"}
@@ -183,6 +198,53 @@ def series_report() -> SeriesReport:
     return SeriesReport(asdict(RanksSpec()), Circumstances.now(), "ranks", [(1, report()), (2, report())])
 
 
+def of_ourselves(spec: StepSpec, times: dict[str, float], **more: Any) -> StepReport:
+    contenders = [result(label, ms, [8.0], peak_bytes=int(1e8), **more) for label, ms in times.items()]
+    return StepReport(asdict(spec), Circumstances.now(), *count_parameters(spec), contenders)
+
+
+def lanes_made() -> LanesReport:
+    spec = LanesSpec(lanes="8", ranks="1,8")
+    alone = of_ourselves(spec.at(8, 1), {"paceline": 500.0, "lanes": 520.0})
+    ours = alone.result("lanes")
+    assert ours is not None and ours.peak_bytes is not None
+    ours.peak_bytes += 3 * alone.gradient_bytes
+    full = {"paceline": 80.0, "lanes": 90.0, "paceline-torch": 100.0, "lanes-torch": 110.0}
+    return lanes_report(spec, [alone, of_ourselves(spec.at(8, 8), full)])
+
+
+def agreement_made() -> AgreementReport:
+    spec = AgreementSpec(starts=2)
+    starts = [{"no-agreement": 80.0, "agreement": 80.4}, {"no-agreement": 82.0, "agreement": 82.4}]
+    return agreement_report(spec, [of_ourselves(spec.each(), times) for times in starts])
+
+
+def test_lanes_are_judged_by_what_is_allowed() -> None:
+    made = lanes_made()
+    alone, shm, torch = made.rows
+    assert (alone.allowed_ratio, alone.allowed_copies) == (None, 3) and alone.more_copies == pytest.approx(3)
+    assert (shm.allowed_ratio, shm.allowed_copies, shm.more_copies) == (1.05, 0, 0)
+    assert (torch.transport, torch.allowed_ratio) == ("torch", 1.15) and torch.ratio.value == pytest.approx(1.1)
+    rows = {line.split()[0]: line for line in render(lanes_tables(made)[0]).splitlines() if line.strip()}
+    assert "3.00 of 3 met" in rows["local"]
+    assert "1.125" in rows["shm"] and "1.05 NOT met" in rows["shm"] and "1.15 met" in rows["torch"]
+    assert exit_code(made) == 0
+    made.points[1].contenders[0].state = "failed"
+    assert exit_code(made) == 1
+    assert "paceline, 8 lanes on 8: failed" in render(lanes_tables(made)[0])
+
+
+def test_checks_are_judged_over_all_starts() -> None:
+    made = agreement_made()
+    assert made.ratio is not None and made.ratio.value == pytest.approx(1.005, abs=2e-3)
+    assert made.by_start == [pytest.approx(80.4 / 80), pytest.approx(82.4 / 82)]
+    text = render(agreement_tables(made)[0])
+    assert "1.01 met" in text and "start 2" in text
+    made.points[0].contenders[1].state = "failed"
+    gone = agreement_report(AgreementSpec(starts=1), made.points[:1])
+    assert gone.ratio is None and "agreement, start 1: failed" in render(agreement_tables(gone)[0])
+
+
 def test_the_other_tables() -> None:
     text = render(allreduce_tables(allreduce_report())[0])
     assert "ShmTransport" in text
@@ -198,18 +260,34 @@ def test_the_other_tables() -> None:
 
 @needs_matplotlib
 @pytest.mark.usefixtures("fonts")
-@pytest.mark.parametrize("make", [report, allreduce_report, hooks_report, cost_report, series_report])
+@pytest.mark.parametrize(
+    "make", [report, allreduce_report, hooks_report, cost_report, series_report, lanes_made, agreement_made]
+)
 def test_a_chart_is_drawn_from_json(make: Any, tmp_path: Path) -> None:
-    chart.draw(json.loads(json.dumps(asdict(make()))), tmp_path / "folder" / "chart.png")
-    data = (tmp_path / "folder" / "chart.png").read_bytes()
+    chart.draw(json.loads(json.dumps(asdict(make()))), tmp_path / "chart.png")
+    data = (tmp_path / "chart.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
 
 
-def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chart, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match=r"pip install 'paceline\[bench\]'"):
-        conduct(COMMANDS[0], {}, lambda _: None, png_file=Path("chart.png"))
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"json_file": Path("no/such/report.json")}, "json='no/such/report.json': .* there is no no/such"),
+        ({"json_file": Path("/")}, "json='/': expected a file, this is a folder"),
+        ({"png_file": Path("no/such/chart.png")}, "png='no/such/chart.png': .* there is no no/such"),
+        ({"png_file": Path("chart.foo")}, r"png='chart.foo': expected a file that ends in .png, .svg, .pdf"),
+        ({"png_file": Path("chart.png")}, r"pip install 'paceline\[bench\]'"),
+    ],
+)
+def test_a_file_that_cannot_be_made_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: dict[str, Path], words: str
+) -> None:
+    monkeypatch.setattr(files, "find_spec", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=words):
+        conduct(COMMANDS[0], {}, lambda _: pytest.fail("something was started"), **asked)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_contender_of_allreduce_is_refused() -> None:

@@ -8,25 +8,26 @@ import pytest
 import torch
 
 from paceline.bench.commands import COMMANDS
-from paceline.bench.contenders import CONTENDERS, find_contender
+from paceline.bench.contenders import CONTENDERS, ContenderName, find_contender
 from paceline.bench.model import build_model, global_batches, rank_batches
 from paceline.bench.spec import (
     MODELS,
     AccumulateSpec,
+    AgreementSpec,
     AllReduceSpec,
-    ContenderName,
     CostModelSpec,
     HooksSpec,
+    LanesSpec,
     RanksSpec,
     StepSpec,
     from_json,
     parse_bytes,
     parse_sizes,
-    show_bytes,
     show_count,
 )
 from paceline.bench.steps import count_parameters
 from paceline.errors import UsageError
+from paceline.memory_plan.numbers import show_bytes
 
 CPU = torch.device("cpu")
 
@@ -49,10 +50,11 @@ def test_wrong_sizes_are_refused(text: str) -> None:
 
 
 def test_numbers_are_shown_short() -> None:
-    assert [show_bytes(count) for count in (0, 512, 4096, 25 << 20, 3 << 30)] == [
+    assert [show_bytes(count) for count in (0, 512, 4096, 1020 << 10, 25 << 20, 3 << 30)] == [
         "0 B",
         "512 B",
         "4 KiB",
+        "1,020 KiB",
         "25 MiB",
         "3 GiB",
     ]
@@ -90,6 +92,9 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         (AllReduceSpec, {"sizes": "big"}),
         (AccumulateSpec, {"values": "1,x"}),
         (RanksSpec, {"values": "0"}),
+        (LanesSpec, {"lanes": "8", "ranks": "3,5"}),
+        (LanesSpec, {"transport": ("smoke",)}),
+        (AgreementSpec, {"starts": 0}),
         (HooksSpec, {"parameters": "100"}),
         (HooksSpec, {"contenders": ("gloo",)}),
         (CostModelSpec, {"fit_ranks": "1,2"}),
@@ -119,6 +124,15 @@ def test_a_series_is_the_step_comparison_at_each_value() -> None:
     assert RanksSpec(model="gpt-34m").at(3) == StepSpec(model="gpt-34m", ranks=3, steps=12, warmup=3)
     settings = [{item.name for item in fields(kind)} for kind in (AccumulateSpec, RanksSpec)]
     assert settings[0] ^ settings[1] == {AccumulateSpec.over, RanksSpec.over}
+
+
+def test_lanes_and_the_plain_mode_have_the_same_micros() -> None:
+    spec = LanesSpec(lanes="2,8", ranks="1,2,3,8", steps=30, warmup=5)
+    assert spec.points() == [(2, 1), (2, 2), (8, 1), (8, 2), (8, 8)]
+    assert spec.at(8, 1) == StepSpec(ranks=1, accumulate=8, contenders=("paceline", "lanes"))
+    both = ("paceline", "lanes", "paceline-torch", "lanes-torch")
+    assert spec.at(8, 2) == StepSpec(ranks=2, accumulate=4, contenders=both)
+    assert LanesSpec(device="cuda").at(2, 2).contenders == both[2:], "memory of a GPU is not shared"
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "gpt-5m"])

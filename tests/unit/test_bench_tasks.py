@@ -4,12 +4,15 @@ import socket
 from typing import Any
 
 import pytest
+import torch
 
-from paceline.bench.memory import PeakMemory
+from paceline.bench.contenders import ContenderName
+from paceline.bench.contenders.ours import wrapped_with
+from paceline.bench.contenders.trainee import Place
+from paceline.bench.spec import StepSpec
 from paceline.bench.tasks.step import _turns
 from paceline.bench.wire import HungUp, Line
-
-MIB = 1 << 20
+from paceline.replica.agreement import Agreement
 
 
 def test_steps_are_timed_one_by_one_or_a_burst_at_once() -> None:
@@ -20,13 +23,23 @@ def test_steps_are_timed_one_by_one_or_a_burst_at_once() -> None:
     assert [list(turn) for turn in _turns(numbers, 0)] == [[10], [11], [12], [13]]
 
 
-def test_the_peak_is_remembered_until_it_is_to_be_forgotten() -> None:
-    memory = PeakMemory()
-    block = b"x" * (64 * MIB)
-    del block
-    assert 60 * MIB < memory.peak() < 100 * MIB
-    memory.forget_peak()
-    assert memory.peak() < 30 * MIB
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("paceline:overlap=false", {"overlap": False}),
+        ("paceline-torch", {"transport": "torch"}),
+        ("lanes", {"lanes": 8, "seed": 3}),
+        ("lanes-torch", {"lanes": 8, "seed": 3, "transport": "torch"}),
+        ("agreement", {"agreement": Agreement(state_every=64, not_finite="skip")}),
+        ("agreement:state_every=1", {"agreement": Agreement(state_every=1, not_finite="skip")}),
+        ("no-agreement", {"agreement": Agreement(state_every=0, not_finite="keep")}),
+    ],
+)
+def test_what_the_model_is_wrapped_with_follows_from_the_name(label: str, expected: dict[str, Any]) -> None:
+    name = ContenderName.parse(label)
+    spec = StepSpec(ranks=2, accumulate=4, seed=3)
+    place = Place(spec, name.name, dict(name.arguments), 0, 2, torch.device("cpu"))
+    assert wrapped_with(place) == expected
 
 
 def test_messages_cross_whole_and_in_order() -> None:

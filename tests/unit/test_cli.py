@@ -8,6 +8,7 @@ import pytest
 
 from paceline.bench.__main__ import main as plain
 from paceline.bench.commands import COMMANDS
+from paceline.bench.contenders import CONTENDERS
 
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,6 +35,21 @@ def test_every_measurement_is_offered_with_its_options() -> None:
     step = paceline("bench", "step", "--help").stdout
     for option in ("--model", "--micro-batch", "--contenders", "--zero-grad", "--accumulate", "--json", "--png"):
         assert option in step
+    for contender in CONTENDERS:
+        assert contender in step
+
+
+def test_flags_take_no_value_in_help() -> None:
+    plan = paceline("plan", "--help").stdout
+    assert "--untied" in plan and "<int>" in plan
+    assert "<bool>" not in plan
+
+
+def test_lanes_before_a_command_are_put_right() -> None:
+    done = paceline("bench", "--lanes", "step")
+    assert done.returncode == 2
+    assert "expected: paceline bench step --lanes" in done.stderr
+    assert "--lanes" in paceline("bench", "--help").stdout
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

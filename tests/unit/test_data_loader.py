@@ -241,8 +241,37 @@ def test_a_position_for_other_data_is_refused() -> None:
         loader().load_state_dict({"version": 1})
     with pytest.raises(UsageError, match="version 2, expected 1"):
         loader().load_state_dict({**state, "version": 2})
-    with pytest.raises(UsageError, match="at least 0, got -4"):
-        loader().load_state_dict({**state, "committed": -4})
+    with pytest.raises(UsageError, match="committed=44, expected at most length=40"):
+        loader().load_state_dict({**state, "committed": 44})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"committed": -4}, "has committed=-4, expected a whole number of at least 0"),
+        ({"committed": 1.5}, "has committed=1.5, expected a whole number of at least 0"),
+        ({"epoch": "3"}, "has epoch='3', expected a whole number of at least 0"),
+        ({"epoch": True}, "has epoch=True, expected a whole number of at least 0"),
+        ({"seed": None}, "has seed=None, expected a whole number;"),
+        ({"step": [1]}, r"has step=\[1\], expected a whole number of at least 0"),
+        ({"length": "40"}, "has length='40', expected a whole number of at least 0, or None"),
+        ({"shuffle": 1}, "has shuffle=1, expected True or False"),
+        ({"order": 7}, "has order=7, expected text"),
+        ({"manual_commit": "no"}, "has manual_commit='no', expected True or False"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(wrong: dict[str, Any], message: str) -> None:
+    ours = loader()
+    state = ours.state_dict()
+    with pytest.raises(UsageError, match=f"the Loader's state {message}"):
+        ours.load_state_dict({**state, **wrong})
+    assert ours.state_dict() == state
+
+
+def test_a_state_is_a_dict() -> None:
+    wrong: Any = [1, 2]
+    with pytest.raises(UsageError, match=r"the state of a Loader must be a dict, .* got \[1, 2\]"):
+        loader().load_state_dict(wrong)
 
 
 # -------------------------------------------------------------------------------------------------- random numbers

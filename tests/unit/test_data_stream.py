@@ -142,3 +142,9 @@ def test_a_stream_has_the_length_it_says() -> None:
 def test_an_empty_stream_does_not_turn_for_ever() -> None:
     with pytest.raises(UsageError, match="had no batch for this rank"):
         next(stream(Count(3), 4).endless())
+    dries_up = Count(4)
+    batches = stream(dries_up, 4).endless()
+    next(batches)
+    dries_up.length = 0
+    with pytest.raises(UsageError, match="epoch 1 had no batch for this rank"):
+        next(batches)

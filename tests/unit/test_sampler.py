@@ -204,6 +204,8 @@ def test_a_state_for_another_dataset_is_refused() -> None:
         sampler.load_state_dict({**sampler.state_dict(), "length": 5})
     with pytest.raises(UsageError, match="it lacks committed, length"):
         sampler.load_state_dict({"seed": 0, "epoch": 0})
+    with pytest.raises(UsageError, match="the DistributedSampler's state has epoch='1', expected a whole number"):
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": "1"})
 
 
 def test_epochs_in_the_same_order_are_warned_of_once() -> None:

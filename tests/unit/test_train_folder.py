@@ -25,6 +25,23 @@ def test_a_run_is_taken_up_with_the_same_settings(tmp_path: Path) -> None:
     again.release()
 
 
+def test_a_run_that_is_made_longer_keeps_its_rates(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run", steps=100)
+
+    def decay_steps(settings: TrainConfig) -> int:
+        folder = RunFolder.prepare(settings)
+        folder.release()
+        return folder.config().decay_steps
+
+    assert decay_steps(config) == 0, "as many as there are steps"
+    assert decay_steps(replace(config, steps=120)) == 0, "no step was made yet"
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    assert decay_steps(replace(config, steps=120)) == 0
+    assert decay_steps(replace(config, steps=200)) == 120
+    assert decay_steps(replace(config, steps=300)) == 120
+    assert decay_steps(replace(config, steps=300, decay_steps=300)) == 300, "who asks for other rates gets them"
+
+
 def test_a_run_is_not_taken_up_as_another_one(tmp_path: Path) -> None:
     first = RunFolder.prepare(config_for(tmp_path / "run"))
     with pytest.raises(UsageError, match=r"another `paceline train` is at work"):
@@ -34,7 +51,7 @@ def test_a_run_is_not_taken_up_as_another_one(tmp_path: Path) -> None:
     RunFolder.prepare(config_for(tmp_path / "run")).release()
     first.metrics_file.write_text('{"step": 1, "loss": 1.0}\n')
     with pytest.raises(
-        UsageError, match=r"was started with batch=8, got batch=4; .*expected batch=8, or another --out"
+        UsageError, match=r"was started with batch=2, got batch=4; .*expected batch=2, or another --out"
     ):
         RunFolder.prepare(config_for(tmp_path / "run", batch=4))
     with pytest.raises(UsageError, match=r"holds a run already and resume='never' would write over it"):

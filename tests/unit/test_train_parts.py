@@ -14,7 +14,7 @@ from paceline.train.config import TrainConfig
 from paceline.train.folder import RunFolder
 from paceline.train.model import GPT, matrices_and_vectors
 from paceline.train.report import facts, write_picture, write_report
-from paceline.train.schedule import rate_at
+from paceline.train.schedule import jump_at, rate_at
 from paceline.train.sizes import SIZES
 from paceline.train.trackers import open_trackers
 
@@ -23,6 +23,7 @@ RESULT = {
     "steps": 3,
     "own_steps": 2,
     "ranks": 2,
+    "lanes": 8,
     "seconds": 1.5,
     "parameters": 1000,
     "source": "a <text>",
@@ -37,6 +38,9 @@ RESULT = {
     "resumed_from": 1,
     "redone_steps": 2,
     "digest": "ab",
+    "date": "2026-01-02 03:04:05 +0000",
+    "machine": "a <CPU>, 2 cores",
+    "versions": "paceline 1, torch 2, python 3",
     "sample": "<b>not bold</b>",
 }
 
@@ -74,6 +78,16 @@ def test_the_rate_rises_and_falls() -> None:
     rates = [rate_at(step, config) for step in range(100)]
     assert rates[:10] == sorted(rates[:10]) and rates[9] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1, abs=0.01)
+    longer = replace(config, steps=200, decay_steps=100)
+    assert [rate_at(step, longer) for step in range(200)] == rates + [pytest.approx(0.1)] * 100
+
+
+def test_a_rate_that_jumps_is_told() -> None:
+    config = TrainConfig(steps=100, warmup=10, learning_rate=1.0, final_rate=0.1)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate_at(99, config))
+    assert jump_at(100, optimizer, replace(config, steps=200, decay_steps=100)) is None
+    before, after = jump_at(100, optimizer, replace(config, steps=200)) or (0.0, 0.0)
+    assert before == pytest.approx(0.1, abs=0.01) and after == pytest.approx(0.6, abs=0.05)
 
 
 @pytest.mark.usefixtures("fonts")
@@ -86,6 +100,9 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path) -
     write_report(folder)
     page = folder.report_file.read_text()
     assert "&lt;b&gt;not bold" in page and "a &lt;text&gt;" in page
+    assert '<meta name="viewport"' in page
+    for line in (RESULT["date"], "a &lt;CPU&gt;, 2 cores", RESULT["versions"]):
+        assert str(line) in page
     assert "src=" not in page.replace('src="data:', "") and "href" not in page
     assert ("resumed", "from step 1, 2 step(s) done again") in facts(RESULT)
 

@@ -34,15 +34,18 @@ def _parser() -> argparse.ArgumentParser:
         sub = kinds.add_parser(command.name, help=command.about, description=command.about)
         for item in fields(command.spec):
             kind: Any = _names if isinstance(item.default, tuple) else type(item.default)
+            takes: dict[str, Any] = (
+                {"action": "store_true"} if kind is bool else {"type": kind, "default": item.default}
+            )
             about = f"{item.metadata['about']} (default: {item.default})".replace("%", "%%")
-            sub.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=item.default, help=about)
+            sub.add_argument(f"--{item.name.replace('_', '-')}", help=about, **takes)
         sub.add_argument("--json", type=Path, help="write the report, with every sample, to this file")
         sub.add_argument("--png", type=Path, help="draw a chart into this file")
     return parser
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+    return tuple(part.strip() for part in text.split(","))
 
 
 def _say(text: str) -> None:

@@ -7,8 +7,9 @@ from paceline.bench.conductor import Conductor, Say
 from paceline.bench.crew import Order
 from paceline.bench.figures import flat, percentile
 from paceline.bench.report import AllReduceReport, AllReduceRow, Circumstances
-from paceline.bench.spec import AllReduceSpec, parse_sizes, show_bytes
+from paceline.bench.spec import AllReduceSpec, parse_sizes
 from paceline.errors import UsageError
+from paceline.memory_plan.numbers import show_bytes
 
 CONTENDERS = ("paceline", "gloo", "nccl", "mpi")
 MOST_BYTES_PER_TURN = 32 * 1024 * 1024
@@ -55,7 +56,7 @@ def _why_not(label: str, spec: AllReduceSpec) -> str:
     if label not in CONTENDERS:
         raise UsageError(f"there is no contender {label!r}; expected some of {', '.join(CONTENDERS)}")
     if label == "mpi" and find_spec("mpi4py") is None:
-        return "not installed: pip install paceline[peers]"
+        return "not installed: pip install 'paceline[peers]'"
     if label == "nccl" and spec.device != "cuda":
         return "runs on cuda only"
     return ""

@@ -1,38 +1,34 @@
 """Reports as charts. Needs matplotlib."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.spec import show_bytes, show_count, show_ranks
-from paceline.errors import UsageError
+from paceline.bench.spec import show_count, show_ranks
+from paceline.memory_plan.files import require_picture
+from paceline.memory_plan.numbers import show_bytes
 
 OURS, THEIRS, FLOOR = "#0b6e4f", "#8d99ae", "#c1121f"
 INK, FAINT, PALE = "#1d2433", "#6b7280", "#e5e8ee"
 OTHERS = ("#3a6ea5", "#e09f3e", "#8d5a97", "#8d99ae")
 
 
-def need_matplotlib() -> None:
-    if find_spec("matplotlib") is None:
-        raise UsageError("a PNG needs matplotlib, which is not installed: pip install 'paceline[bench]'")
-
-
 def draw(report: dict[str, Any], file: Path) -> None:
     """Draw a report, as JSON holds it, into `file`."""
+    require_picture("file", file)
     from paceline.bench import study_charts
 
-    need_matplotlib()
     kind = report["schema"].split("/")[0].removeprefix("paceline-bench-")
     painters: dict[str, Callable[[dict[str, Any]], Any]] = {
         "step": step_chart,
         "allreduce": allreduce_chart,
         "series": study_charts.series_chart,
+        "lanes": study_charts.lanes_chart,
+        "agreement": study_charts.agreement_chart,
         "hooks": study_charts.hooks_chart,
         "cost-model": study_charts.cost_chart,
     }
     figure = painters[kind](report)
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
 
 

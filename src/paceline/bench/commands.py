@@ -6,7 +6,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.spec import AccumulateSpec, AllReduceSpec, CostModelSpec, HooksSpec, RanksSpec, StepSpec
+from paceline.bench.spec import (
+    AccumulateSpec,
+    AgreementSpec,
+    AllReduceSpec,
+    CostModelSpec,
+    HooksSpec,
+    LanesSpec,
+    RanksSpec,
+    StepSpec,
+)
+from paceline.memory_plan.files import require_picture, require_place
 
 if TYPE_CHECKING:
     from paceline.bench.tables import Table
@@ -42,11 +52,21 @@ COMMANDS = (
         "accumulate",
         "Training steps by the number of micros.",
         AccumulateSpec,
-        "series:run_accumulate",
+        "series:run_series",
         "study_tables:series_tables",
     ),
     Command(
-        "ranks", "Training steps by the number of ranks.", RanksSpec, "series:run_ranks", "study_tables:series_tables"
+        "ranks", "Training steps by the number of ranks.", RanksSpec, "series:run_series", "study_tables:series_tables"
+    ),
+    Command(
+        "lanes", "What lanes cost beside the plain mode.", LanesSpec, "own_study:run_lanes", "study_tables:lanes_tables"
+    ),
+    Command(
+        "agreement",
+        "What checks between replicas cost.",
+        AgreementSpec,
+        "own_study:run_agreement",
+        "study_tables:agreement_tables",
     ),
     Command(
         "hooks", "What the reducer costs per parameter.", HooksSpec, "hooks:run_hooks", "study_tables:hooks_tables"
@@ -74,15 +94,18 @@ def conduct(
     from paceline.bench.report import write_json
 
     spec = command.spec(**settings)
+    # Before minutes are spent.
+    if json_file is not None:
+        require_place("json", json_file)
     if png_file is not None:
-        from paceline.bench.chart import draw, need_matplotlib
-
-        need_matplotlib()  # before minutes are spent
+        require_picture("png", png_file)
     report = command.run(spec, say)
     if json_file is not None:
         write_json(report, json_file)
         say(f"wrote {json_file}")
     if png_file is not None:
+        from paceline.bench.chart import draw
+
         draw(asdict(report), png_file)
         say(f"wrote {png_file}")
     return report
@@ -90,6 +113,6 @@ def conduct(
 
 def exit_code(report: Any) -> int:
     """1 when a contender failed, or computed something else than the others."""
-    reports = [point for _, point in report.points] if hasattr(report, "over") else [report]
-    results = [result for each in reports for result in getattr(each, "contenders", [])]
+    points = [point[-1] if isinstance(point, tuple) else point for point in getattr(report, "points", [report])]
+    results = [result for point in points for result in getattr(point, "contenders", [])]
     return int(any(result.state == "failed" or result.agrees is False for result in results))

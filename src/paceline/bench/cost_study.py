@@ -8,7 +8,8 @@ from paceline.bench.conductor import Say
 from paceline.bench.cost_model import FORECASTS, RING, SHARED_MEMORY, Algorithm, Hosts, Link, crowding, seconds
 from paceline.bench.figures import fit_two, median
 from paceline.bench.report import Circumstances, CostFit, CostModelReport, CostPoint, Forecast
-from paceline.bench.spec import AllReduceSpec, CostModelSpec, numbers, parse_bytes, parse_sizes
+from paceline.bench.spec import AllReduceSpec, CostModelSpec, parse_bytes, parse_sizes
+from paceline.memory_plan.numbers import parse_list
 
 FORECAST_RANKS = (8, 16, 64, 256, 1024, 4096, 10_000)
 Measured = dict[str, list[tuple[int, int, float]]]  # contender: (ranks, bytes, seconds)
@@ -18,7 +19,7 @@ def run_cost_model(spec: CostModelSpec, say: Say = lambda _: None) -> CostModelR
     """Measure, fit, check, forecast."""
     measured: Measured = {}
     transport = ""
-    for ranks in (*numbers(spec.fit_ranks), *numbers(spec.check_ranks)):
+    for ranks in (*parse_list("fit_ranks", spec.fit_ranks), *parse_list("check_ranks", spec.check_ranks)):
         say(f"all-reduces over {ranks} ranks")
         wanted = AllReduceSpec(
             sizes=spec.sizes, ranks=ranks, rounds=spec.rounds, contenders=("paceline", "gloo"), timeout=spec.timeout
@@ -34,7 +35,7 @@ def run_cost_model(spec: CostModelSpec, say: Say = lambda _: None) -> CostModelR
     for label, found in measured.items():
         for crowded in (True, False):
             part = [point for point in found if (point[0] > cores) is crowded]
-            if not set(numbers(spec.fit_ranks)) & {ranks for ranks, _, _ in part}:
+            if not set(parse_list("fit_ranks", spec.fit_ranks)) & {ranks for ranks, _, _ in part}:
                 continue
             name = f"{label}, ranks > cores" if crowded else label
             fit, its_points = fit_contender(name, algorithms[label], part, spec, cores)
@@ -51,7 +52,7 @@ def fit_contender(
 ) -> tuple[CostFit, list[CostPoint]]:
     """Fit to the points that the spec names, and predict all of them."""
     sizes = set(parse_sizes(spec.sizes)[::2])
-    ranks_of_fit = set(numbers(spec.fit_ranks))
+    ranks_of_fit = set(parse_list("fit_ranks", spec.fit_ranks))
     rows = []
     for ranks, nbytes, took in measured:
         if ranks in ranks_of_fit and nbytes in sizes:

@@ -6,7 +6,8 @@ from paceline.bench.conductor import Conductor, Say
 from paceline.bench.crew import Order
 from paceline.bench.figures import flat, median, robust_line
 from paceline.bench.report import Circumstances, HooksReport, HooksRow
-from paceline.bench.spec import HooksSpec, numbers
+from paceline.bench.spec import HooksSpec
+from paceline.memory_plan.numbers import parse_list
 
 TARGET_S = 5e-6
 Samples = dict[str, dict[int, list[list[float]]]]
@@ -14,7 +15,7 @@ Samples = dict[str, dict[int, list[list[float]]]]
 
 def run_hooks(spec: HooksSpec, say: Say = lambda _: None) -> HooksReport:
     """Time steps with and without a reducer; the models differ in their number of parameters only."""
-    worlds, counts = numbers(spec.worlds), numbers(spec.parameters)
+    worlds, counts = parse_list("worlds", spec.worlds), parse_list("parameters", spec.parameters)
     orders = [
         Order(f"{label}@{world}", "hooks", asdict(spec), world, 1, "cpu")
         for world in worlds

@@ -46,13 +46,13 @@ class ContenderResult:
     p90_s: float | None = None
     to_torch: Ratio | None = None
     to_floor: Ratio | None = None
-    exposed_s: float | None = None  # step − floor
-    exposed_to_torch: float | None = None
+    above_floor_s: float | None = None  # step − floor
+    above_floor_to_torch: float | None = None
     communication_s: float | None = None
-    overlap: float | None = None  # 1 − exposed / communication
-    overlap_from: str = ""  # "trace", or "alone": communication measured with nothing to hide under
-    predicted_exposed_s: float | None = None  # by the bucket plan
-    traced_exposed_s: float | None = None
+    overlap: float | None = None  # the part of communication that is hidden
+    overlap_from: str = ""  # "trace", or "alone": 1 − above floor / communication with nothing to hide under
+    predicted_exposed_s: float | None = None  # communication while the rank could only wait, by the bucket plan
+    traced_exposed_s: float | None = None  # the same, by the trace
     sent_bytes: int | None = None  # per rank and step, by the algorithm
     peak_bytes: int | None = None  # while training, of the rank with most
     start_peak_bytes: int | None = None  # until the end of warm-up
@@ -75,7 +75,7 @@ class StepReport:
     parameters: int
     gradient_bytes: int
     contenders: list[ContenderResult]
-    schema: str = "paceline-bench-step/1"
+    schema: str = "paceline-bench-step/2"
 
     def result(self, label: str) -> ContenderResult | None:
         """A contender's result, when it has one."""
@@ -117,6 +117,45 @@ class SeriesReport:
     over: str  # the setting's name
     points: list[tuple[int, StepReport]]
     schema: str = "paceline-bench-series/1"
+
+
+@dataclass
+class LanesRow:
+    """Lanes beside the plain mode at the same number of micros."""
+
+    transport: str
+    lanes: int
+    ranks: int
+    plain_s: float
+    lanes_s: float
+    ratio: Ratio
+    allowed_ratio: float | None  # where every rank runs one lane
+    more_copies: float | None  # of all gradients, that lanes held at most beyond the plain mode
+    allowed_copies: int
+
+
+@dataclass
+class LanesReport:
+    """All that `paceline bench lanes` found."""
+
+    spec: dict[str, Any]
+    circumstances: Circumstances
+    rows: list[LanesRow]
+    points: list[StepReport]
+    schema: str = "paceline-bench-lanes/1"
+
+
+@dataclass
+class AgreementReport:
+    """All that `paceline bench agreement` found."""
+
+    spec: dict[str, Any]
+    circumstances: Circumstances
+    ratio: Ratio | None  # step with all checks / step without, over all starts; None if one of them failed
+    by_start: list[float]
+    allowed_ratio: float
+    points: list[StepReport]  # one per start
+    schema: str = "paceline-bench-agreement/1"
 
 
 @dataclass
@@ -193,6 +232,4 @@ class CostModelReport:
 
 
 def write_json(report: Any, file: Path) -> None:
-    """Write a report, and make its folder if needed."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    file.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")

@@ -1,9 +1,12 @@
 """What is measured: models by name, and the settings of each measurement as frozen values."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
+from paceline.bench.contenders import CONTENDERS
 from paceline.errors import UsageError
+from paceline.memory_plan.numbers import parse_list
+from paceline.memory_plan.settings import option
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,42 +29,6 @@ MODELS = {
 }
 
 
-def option(default: Any, about: str) -> Any:
-    """A field that command lines show with the text `about`."""
-    return field(default=default, metadata={"about": about})
-
-
-@dataclass(frozen=True, slots=True)
-class ContenderName:
-    """`name` or `name:key=value:key=value`: a contender, with arguments for what it wraps the model in."""
-
-    name: str
-    arguments: tuple[tuple[str, Any], ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> "ContenderName":
-        name, *pairs = text.strip().split(":")
-        arguments = []
-        for pair in pairs:
-            key, equals, value = pair.partition("=")
-            if not (equals and key.isidentifier()):
-                raise UsageError(f"expected a contender as name:key=value, got {text!r}")
-            arguments.append((key, _value(value)))
-        return cls(name, tuple(arguments))
-
-
-def _value(text: str) -> Any:
-    words: dict[str, Any] = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
 @dataclass(frozen=True, slots=True)
 class StepSpec:
     """One comparison of training steps."""
@@ -74,13 +41,15 @@ class StepSpec:
     threads: int = option(1, "compute threads of a rank")
     device: str = option("cpu", "cpu or cuda")
     contenders: tuple[str, ...] = option(
-        ("floor", "paceline", "torch"), "comma-separated; `all` for every one; name:key=value passes an argument on"
+        ("floor", "paceline", "torch"),
+        f"comma-separated, of {', '.join(CONTENDERS)}; `all` for every peer; name:key=value passes an argument on",
     )
     zero_grad: str = option("none", "zero_grad sets gradients to none, or to zero")
     accumulate: int = option(1, "micros per step")
     burst: int = option(3, "timed steps that a contender runs before the next one's turn")
     settle: int = option(1, "untimed steps at the begin of each burst, while caches still hold another contender")
     timing: str = option("step", "time each step, or each burst as a whole: then a step may overlap the next one")
+    lanes: bool = option(False, "also paceline with lanes, one for every micro: the contender `lanes`")
     learning_rate: float = option(1e-4, "of AdamW")
     seed: int = option(0, "of weights and data")
     timeout: float = option(180.0, "seconds after which a silent contender is given up")
@@ -137,7 +106,7 @@ class SeriesSpec:
     timeout: float = option(180.0, "seconds after which a silent contender is given up")
 
     def __post_init__(self) -> None:
-        for value in numbers(self.values):
+        for value in parse_list("values", self.values):
             self.at(value)
 
     def at(self, value: int) -> StepSpec:
@@ -166,6 +135,81 @@ class RanksSpec(SeriesSpec):
     accumulate: int = option(1, "micros per step")
 
 
+# The plain mode and lanes, by the way that gradients take. paceline's own choice on CPUs of one host is shm.
+LANE_PAIRS = {
+    "local": ("paceline", "lanes"),
+    "shm": ("paceline", "lanes"),
+    "torch": ("paceline-torch", "lanes-torch"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LanesSpec:
+    """What lanes cost beside the plain mode at equal work: as many micros in all, accumulated where ranks are fewer."""
+
+    lanes: str = option("2,8", "numbers of lanes, comma-separated")
+    ranks: str = option("1,2", "numbers of ranks, comma-separated; those that do not divide the lanes are left out")
+    transport: tuple[str, ...] = option(("shm", "torch"), "of shm, torch; on cuda and for one rank there is one way")
+    model: str = option("gpt-5m", f"one of {', '.join(MODELS)}")
+    micro_batch: int = option(1, "sequences per micro")
+    steps: int = option(30, "timed steps of every contender at every point")
+    warmup: int = option(5, "steps before the timed ones")
+    threads: int = option(1, "compute threads of a rank")
+    device: str = option("cpu", "cpu or cuda")
+    timeout: float = option(180.0, "seconds after which a silent contender is given up")
+
+    def __post_init__(self) -> None:
+        for name in self.transport:
+            _choose("transport", name, ("shm", "torch"))
+        for lanes, ranks in self.points():
+            self.at(lanes, ranks)
+        if not self.points():
+            raise UsageError(
+                f"lanes={self.lanes!r}, ranks={self.ranks!r}: the plain mode has as many micros on every rank, so "
+                f"expected a number of ranks that divides a number of lanes"
+            )
+
+    def points(self) -> list[tuple[int, int]]:
+        """(lanes, ranks) that are compared."""
+        many, worlds = parse_list("lanes", self.lanes), parse_list("ranks", self.ranks)
+        return [(lanes, ranks) for lanes in many for ranks in worlds if lanes % ranks == 0]
+
+    def ways(self, ranks: int) -> list[str]:
+        """The transports that are compared with so many ranks."""
+        if ranks == 1:
+            return ["local"]
+        return ["torch"] if self.device == "cuda" else list(dict.fromkeys(self.transport))
+
+    def at(self, lanes: int, ranks: int) -> StepSpec:
+        """The comparison at one point."""
+        labels = tuple(label for way in self.ways(ranks) for label in LANE_PAIRS[way])
+        settings = _without(self, "lanes", "ranks", "transport")
+        return StepSpec(ranks=ranks, accumulate=lanes // ranks, contenders=labels, **settings)
+
+
+@dataclass(frozen=True, slots=True)
+class AgreementSpec:
+    """What ranks pay for checking each other in every step."""
+
+    model: str = option("gpt-5m", f"one of {', '.join(MODELS)}")
+    micro_batch: int = option(1, "sequences per micro and rank")
+    ranks: int = option(2, "ranks of both")
+    steps: int = option(120, "timed steps of both at every start")
+    starts: int = option(3, "how often both are started anew: where memory lies changes a step by more than is sought")
+    warmup: int = option(5, "steps before the timed ones")
+    threads: int = option(1, "compute threads of a rank")
+    device: str = option("cpu", "cpu or cuda")
+    timeout: float = option(180.0, "seconds after which a silent contender is given up")
+
+    def __post_init__(self) -> None:
+        _positive(self, "starts")
+        self.each()
+
+    def each(self) -> StepSpec:
+        """The comparison of one start."""
+        return StepSpec(contenders=("no-agreement", "agreement"), **_without(self, "starts"))
+
+
 @dataclass(frozen=True, slots=True)
 class HooksSpec:
     """What the reducer itself costs per parameter."""
@@ -180,9 +224,9 @@ class HooksSpec:
 
     def __post_init__(self) -> None:
         _positive(self, "numel", "rounds", "burst", "timeout")
-        if len(numbers(self.parameters)) < 2:
+        if len(parse_list("parameters", self.parameters)) < 2:
             raise UsageError(f"a slope needs two numbers of parameters or more, got {self.parameters!r}")
-        numbers(self.worlds)
+        parse_list("worlds", self.worlds)
         for name in self.contenders:
             _choose("contenders", name, ("paceline", "torch"))
 
@@ -203,23 +247,16 @@ class CostModelSpec:
 
     def __post_init__(self) -> None:
         _positive(self, "rounds", "ranks_per_host", "link_gbit", "link_latency_us", "timeout")
-        for text in (self.fit_ranks, self.check_ranks):
-            if min(numbers(text)) < 2:
-                raise UsageError(f"an all-reduce needs 2 ranks or more, got {text!r}")
+        for name in ("fit_ranks", "check_ranks"):
+            text = getattr(self, name)
+            if min(parse_list(name, text)) < 2:
+                raise UsageError(f"{name}={text!r}: an all-reduce needs 2 ranks or more")
         if len(parse_sizes(self.sizes)) < 3:
             raise UsageError(f"expected three sizes or more, got {self.sizes!r}")
         parse_bytes(self.gradient_bytes)
 
 
 Spec = TypeVar("Spec")
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """`1,2,4` → (1, 2, 4)."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"expected comma-separated numbers above 0, got {text!r}")
-    return tuple(int(part) for part in parts)
 
 
 def _without(spec: Any, *names: str) -> dict[str, Any]:
@@ -256,15 +293,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         sizes.append(low)
         low *= 4
     return (*sizes, high)
-
-
-def show_bytes(count: float) -> str:
-    """65536 → `64 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.3g} {unit}" if count < 1000 or unit != "B" else f"{count:.0f} {unit}"
-        count /= 1024
-    raise AssertionError("the loop returns")
 
 
 def show_count(count: int) -> str:

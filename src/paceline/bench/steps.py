@@ -14,7 +14,7 @@ from paceline.bench.spec import StepSpec, from_json
 
 # Relative difference of losses up to which two contenders did the same arithmetic.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-REFERENCES = ("torch", "single", "paceline")
+REFERENCES = ("torch", "single", "paceline", "paceline-torch", "no-agreement")
 
 
 @dataclass
@@ -57,7 +57,9 @@ def run_steps(spec: StepSpec, say: Say = lambda _: None) -> StepReport:
 def _expand(spec: StepSpec) -> StepSpec:
     labels: list[str] = []
     for label in spec.contenders:
-        labels += list(CONTENDERS) if label == "all" else [label]
+        labels += [name for name, one in CONTENDERS.items() if one.in_all] if label == "all" else [label]
+    if spec.lanes:
+        labels.append("lanes")
     return replace(spec, contenders=tuple(dict.fromkeys(labels)))
 
 
@@ -65,7 +67,7 @@ def _empty(spec: StepSpec, label: str) -> ContenderResult:
     contender = find_contender(label)
     result = ContenderResult(label, contender.about, "ok", _size(spec, contender))
     if missing := contender.missing():
-        result.state, result.message = "not installed", f"{', '.join(missing)}: pip install paceline[peers]"
+        result.state, result.message = "not installed", f"{', '.join(missing)}: pip install 'paceline[peers]'"
     elif spec.device not in contender.devices:
         result.state, result.message = "not here", f"runs on {', '.join(contender.devices)} only"
     return result
@@ -172,7 +174,7 @@ def _read_trace(result: ContenderResult, observed: Sequence[dict[str, Any]]) -> 
 
 
 def compare(report: StepReport) -> None:
-    """Fill in what needs two contenders: ratios, exposed time, overlap, and whether losses agree."""
+    """Fill in what needs two contenders: ratios, time above the floor, overlap, and whether losses agree."""
     floor, torch = report.result("floor"), report.result("torch")
     for result in report.contenders:
         if result.state != "ok" or result.median_s is None:
@@ -181,14 +183,14 @@ def compare(report: StepReport) -> None:
             result.to_torch = ratio_of_medians(result.samples_s, torch.samples_s)
         if floor is not None and floor.median_s is not None:
             result.to_floor = ratio_of_medians(result.samples_s, floor.samples_s)
-            result.exposed_s = result.median_s - floor.median_s
+            result.above_floor_s = result.median_s - floor.median_s
             # A step below the floor was measured in noise that says nothing about what is hidden.
-            if result.overlap_from == "alone" and result.communication_s and result.exposed_s > 0:
-                result.overlap = max(0.0, 1 - result.exposed_s / result.communication_s)
-    if torch is not None and torch.exposed_s is not None and torch.exposed_s > 0:
+            if result.overlap_from == "alone" and result.communication_s and result.above_floor_s > 0:
+                result.overlap = max(0.0, 1 - result.above_floor_s / result.communication_s)
+    if torch is not None and torch.above_floor_s is not None and torch.above_floor_s > 0:
         for result in report.contenders:
-            if result.exposed_s is not None:
-                result.exposed_to_torch = result.exposed_s / torch.exposed_s
+            if result.above_floor_s is not None:
+                result.above_floor_to_torch = result.above_floor_s / torch.above_floor_s
     _compare_losses(report)
 
 

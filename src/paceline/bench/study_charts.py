@@ -3,7 +3,8 @@
 from typing import Any
 
 from paceline.bench.chart import FAINT, FLOOR, INK, OURS, colours, name_lines, new_figure
-from paceline.bench.spec import parse_bytes, show_bytes
+from paceline.bench.spec import parse_bytes
+from paceline.memory_plan.numbers import show_bytes
 
 
 def series_chart(report: dict[str, Any]) -> Any:
@@ -34,6 +35,40 @@ def series_chart(report: dict[str, Any]) -> Any:
     axes.set_xlabel(f"{over}; band: 90 % of resamplings", color=FAINT, fontsize=9)
     axes.set_ylabel("step / torch's step", color=FAINT, fontsize=9)
     name_lines(axes, ends)
+    return figure
+
+
+def lanes_chart(report: dict[str, Any]) -> Any:
+    """A bar for each point: the step in lanes over the plain one, and what is allowed."""
+    spec = report["spec"]
+    title = f"{spec['model']}, micro-batch {spec['micro_batch']} on {spec['device']}: step in lanes / plain step"
+    bars = [
+        (f"{row['transport']}, {row['lanes']} lanes on {row['ranks']}", row["ratio"], row["allowed_ratio"])
+        for row in report["rows"]
+    ]
+    return _ratio_chart(title, report, bars)
+
+
+def agreement_chart(report: dict[str, Any]) -> Any:
+    """The step with all checks over the step without."""
+    spec = report["spec"]
+    title = f"{spec['model']}, micro-batch {spec['micro_batch']}, {spec['ranks']} ranks: step with checks / without"
+    return _ratio_chart(title, report, [("all checks", report["ratio"], report["allowed_ratio"])])
+
+
+def _ratio_chart(title: str, report: dict[str, Any], bars: Any) -> Any:
+    shown = [(label, ratio, allowed) for label, ratio, allowed in reversed(bars) if ratio]
+    figure, axes = new_figure(title, report, 1.75 + 0.4 * max(2, len(shown)), right=0.86, left=0.26)
+    for place, (_, ratio, allowed) in enumerate(shown):
+        axes.barh(place, ratio["value"], height=0.6, color=OURS, alpha=0.9)
+        axes.plot([ratio["low"], ratio["high"]], [place, place], color=INK, linewidth=1.0, solid_capstyle="butt")
+        text = f"{ratio['value']:.3f}" + (f"  (allowed {allowed:.2f})" if allowed else "")
+        axes.text(ratio["high"], place, f"  {text}", va="center", fontsize=9, color=INK)
+        if allowed:
+            axes.plot([allowed, allowed], [place - 0.35, place + 0.35], color=FLOOR, linewidth=1.6)
+    axes.axvline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.set_yticks(range(len(shown)), [label for label, _, _ in shown], color=INK, fontsize=10)
+    axes.set_xlabel("ratio of medians; line: 90 % of resamplings", color=FAINT, fontsize=9)
     return figure
 
 

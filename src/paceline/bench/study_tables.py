@@ -1,9 +1,19 @@
 """Tables of the measurements that vary something: micros, ranks, parameters, and the cost model."""
 
 from paceline.bench.hooks import TARGET_S
-from paceline.bench.report import CostModelReport, HooksReport, SeriesReport
-from paceline.bench.spec import parse_bytes, show_bytes
+from paceline.bench.own_study import COPIES_NOISE
+from paceline.bench.report import (
+    AgreementReport,
+    ContenderResult,
+    CostModelReport,
+    HooksReport,
+    LanesReport,
+    SeriesReport,
+    StepReport,
+)
+from paceline.bench.spec import parse_bytes
 from paceline.bench.tables import NOTHING, Table, show_ms, where
+from paceline.memory_plan.numbers import show_bytes
 
 
 def series_tables(report: SeriesReport) -> list[Table]:
@@ -21,16 +31,80 @@ def series_tables(report: SeriesReport) -> list[Table]:
             if label != "torch":
                 row.append(f"{found.to_torch.value:.3f}" if found and found.to_torch else NOTHING)
         rows.append(row)
-        for result in point.contenders:
-            if result.state != "ok":
-                notes.append(f"{result.label} at {value}: {result.state}: {result.message}")
-            elif result.agrees is False:
-                notes.append(f"{result.label} at {value}: its losses DIFFER by {result.loss_difference:.0e}")
+        notes += [f"{result.label} at {value}: {words}" for result, words in _complaints(point)]
     spec = report.spec
     title = (
         f"{spec['model']}, micro-batch {spec['micro_batch']} on {spec['device']}: one training step by {report.over}"
     )
     return [Table(title, header, rows, [*notes, *where(report.circumstances)])]
+
+
+def _complaints(point: StepReport) -> list[tuple[ContenderResult, str]]:
+    """The contenders that have no result, or computed something else, and why."""
+    found = []
+    for result in point.contenders:
+        if result.state != "ok":
+            found.append((result, f"{result.state}: {result.message}"))
+        elif result.agrees is False:
+            found.append((result, f"its losses DIFFER by {result.loss_difference:.0e}"))
+    return found
+
+
+def lanes_tables(report: LanesReport) -> list[Table]:
+    """One row per transport, number of lanes and number of ranks."""
+    header = ("transport", "lanes", "ranks", "plain ms", "lanes ms", "× plain", "(90 %)", "allowed", "more copies")
+    rows = []
+    for row in report.rows:
+        allowed, copies = NOTHING, NOTHING
+        if row.allowed_ratio is not None:
+            allowed = f"{row.allowed_ratio:.2f} {verdict(row.ratio.value <= row.allowed_ratio)}"
+        if row.more_copies is not None:
+            copies = f"{row.more_copies:.2f} of {row.allowed_copies}"
+            copies += f" {verdict(row.more_copies <= row.allowed_copies + COPIES_NOISE)}"
+        ratio = [f"{row.ratio.value:.3f}", f"{row.ratio.low:.2f}–{row.ratio.high:.2f}"]
+        place = [row.transport, str(row.lanes), str(row.ranks)]
+        rows.append([*place, show_ms(row.plain_s), show_ms(row.lanes_s), *ratio, allowed, copies])
+    notes = []
+    for point in report.points:
+        where_it_was = f"{point.spec['ranks'] * point.spec['accumulate']} lanes on {point.spec['ranks']}"
+        notes += [f"{result.label}, {where_it_was}: {words}" for result, words in _complaints(point)]
+    notes.append(
+        "plain: the same micros, accumulated inside no_sync(). allowed: 1.05 through shared memory and 1.15 through "
+        "torch.distributed, where every rank runs one lane. more copies: peak memory above the plain mode's, in copies "
+        f"of all gradients, and how many are allowed, give or take {COPIES_NOISE}."
+    )
+    spec = report.spec
+    title = f"{spec['model']}, micro-batch {spec['micro_batch']} on {spec['device']}: one training step in lanes"
+    return [Table(title, header, rows, [*notes, *where(report.circumstances)])]
+
+
+def agreement_tables(report: AgreementReport) -> list[Table]:
+    spec, ratio = report.spec, report.ratio
+    rows = []
+    for number, point in enumerate(report.points, start=1):
+        both = [point.result(label) for label in ("no-agreement", "agreement")]
+        times = [show_ms(found.median_s if found else None) for found in both]
+        rows.append([f"start {number}", *times, NOTHING, NOTHING, NOTHING])
+    for row, value in zip(rows, report.by_start, strict=False):
+        row[3] = f"{value:.4f}"
+    if ratio is not None:
+        met = f"{report.allowed_ratio:.2f} {verdict(ratio.value <= report.allowed_ratio)}"
+        rows.append(["all", NOTHING, NOTHING, f"{ratio.value:.4f}", f"{ratio.low:.3f}–{ratio.high:.3f}", met])
+    notes = [
+        f"{result.label}, start {number}: {words}"
+        for number, point in enumerate(report.points, start=1)
+        for result, words in _complaints(point)
+    ]
+    notes.append(
+        'with: Agreement(state_every=64, not_finite="skip"); without: Agreement(state_every=0, not_finite="keep")'
+    )
+    title = f"{spec['model']}, micro-batch {spec['micro_batch']}, {spec['ranks']} ranks on {spec['device']}: checks"
+    header = ("", "without ms", "with ms", "ratio", "(90 %)", "allowed")
+    return [Table(title, header, rows, [*notes, *where(report.circumstances)])]
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "NOT met"
 
 
 def hooks_tables(report: HooksReport) -> list[Table]:
@@ -41,7 +115,7 @@ def hooks_tables(report: HooksReport) -> list[Table]:
             str(row.world),
             f"{row.slope_s * 1e6:.2f}",
             f"{row.fixed_s * 1e3:.3f}",
-            "met" if row.slope_s <= TARGET_S else "NOT met",
+            verdict(row.slope_s <= TARGET_S),
         ]
         for row in report.rows
     ]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from paceline.bench.figures import Ratio
 from paceline.bench.report import AllReduceReport, Circumstances, ContenderResult, StepReport
-from paceline.bench.spec import show_bytes, show_count, show_ranks
+from paceline.bench.spec import show_count, show_ranks
+from paceline.memory_plan.numbers import show_bytes
 
 NOTHING = "–"
 
@@ -50,7 +51,7 @@ def step_tables(report: StepReport) -> list[Table]:
         "× torch",
         "(90 %)",
         "× floor",
-        "exposed ms",
+        "above floor ms",
         "overlap",
         "sent",
         "peak B/param",
@@ -69,7 +70,7 @@ def _step_row(result: ContenderResult) -> list[str]:
         _ratio(result.to_torch),
         f"{result.to_torch.low:.2f}–{result.to_torch.high:.2f}" if result.to_torch else NOTHING,
         _ratio(result.to_floor),
-        show_ms(result.exposed_s),
+        show_ms(result.above_floor_s),
         NOTHING if result.overlap is None else f"{result.overlap:.0%}",
         show_bytes(result.sent_bytes) if result.sent_bytes else NOTHING,
         NOTHING if result.peak_bytes_per_parameter is None else f"{result.peak_bytes_per_parameter:.1f}",
@@ -95,17 +96,19 @@ def _step_notes(report: StepReport) -> list[str]:
         notes += [f"{result.label}: {note}" for note in result.notes]
         if result.phases_s and result.label.startswith("paceline"):
             phases = ", ".join(f"{name} {show_ms(seconds)}" for name, seconds in result.phases_s.items())
-            notes.append(f"{result.label}: {phases} ms; {len(result.bucket_bytes)} buckets")
+            count = len(result.bucket_bytes)
+            notes.append(f"{result.label}: {phases} ms; {count} bucket{'' if count == 1 else 's'}")
         if result.predicted_exposed_s is not None:
-            measured = "" if result.traced_exposed_s is None else f", measured {show_ms(result.traced_exposed_s)}"
-            notes.append(f"{result.label}: exposed by plan {show_ms(result.predicted_exposed_s)}{measured} ms")
+            traced = "" if result.traced_exposed_s is None else f", by trace {show_ms(result.traced_exposed_s)}"
+            notes.append(f"{result.label}: exposed by plan {show_ms(result.predicted_exposed_s)}{traced} ms")
     done = [result for result in report.contenders if result.state == "ok"]
     rounds = max((len(result.samples_s) for result in done), default=0)
     if rounds < len(done):
         notes.append(f"{rounds} rounds for {len(done)} contenders: not all have had every place; take more --steps")
     notes.append(
-        "exposed: step − floor. overlap: hidden communication, for paceline from its trace, else against the same "
-        "all-reduces alone. sent: per rank and step, by the algorithm. peak: of training, above what was there before "
+        "above floor: step − floor. exposed: communication while a rank could only wait. overlap: the part of "
+        "communication that is not exposed, for paceline from its trace, else by the floor and the same all-reduces "
+        "alone. sent: per rank and step, by the algorithm. peak: of training, above what was there before "
         "the model. (90 %): where the ratio lies in 9 of 10 resamplings of the rounds."
     )
     return notes

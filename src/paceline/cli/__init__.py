@@ -10,6 +10,10 @@ def main() -> None:
         from paceline.cli.run import main as run
 
         sys.exit(run(sys.argv[2:]))
+    if sys.argv[1:2] == ["doctor"]:
+        from paceline.cli.doctor import main as doctor
+
+        sys.exit(doctor(sys.argv[2:]))
     try:
         import rich  # noqa: F401 (typer asks for it only when it prints)
 

@@ -1,11 +1,13 @@
 """The commands, put together."""
 
 from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paceline.cli.bench import build_bench
+from paceline.cli.options import PlainCommand, PlainGroup
 from paceline.cli.plan import plan_command
 from paceline.cli.train import build_train
 
@@ -20,16 +22,18 @@ def build_app() -> typer.Typer:
     """A fresh application, so that nothing is registered at import."""
     app = typer.Typer(
         name="paceline",
+        cls=PlainGroup,
         help="Data-parallel training for PyTorch.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.callback()(_root)
-    app.command("train")(build_train())
-    app.command("run", add_help_option=False)(_run)
-    app.command("plan")(plan_command())
-    app.command("doctor")(_doctor)
+    app.command("train", cls=PlainCommand)(build_train())
+    app.command("run", cls=PlainCommand, add_help_option=False)(_run)
+    app.command("plan", cls=PlainCommand)(plan_command())
+    app.command("replay", cls=PlainCommand)(_replay)
+    app.command("doctor", cls=PlainCommand, add_help_option=False)(_doctor)
     app.add_typer(build_bench(), name="bench")
     return app
 
@@ -47,8 +51,20 @@ def _run() -> None:
     raise AssertionError("`paceline run` is answered before typer is asked")
 
 
-def _doctor() -> None:
-    """Look at this machine: devices, backends, limits, an all-reduce, and what would be chosen and why."""
-    from paceline.cli.doctor import main
+def _replay(
+    file: Annotated[Path, typer.Argument(help="a failure capsule", metavar="FILE")],
+    model: Annotated[str | None, typer.Option(help="module:function that returns the model, if it is your own")] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="module:function(model, micro) that returns the loss; else the mean of outputs")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; else what the capsule was made on")] = None,
+) -> None:
+    """Run the step of a failure capsule again, ranks in turn. Exit code 0: it failed again; 1: not; 2: unusable."""
+    from paceline.cli.replay import main
 
-    raise typer.Exit(main())
+    raise typer.Exit(main(file, model, loss, device))
+
+
+def _doctor() -> None:
+    """Look at this machine, or with --determinism at a script: does it give the same bits twice?"""
+    raise AssertionError("`paceline doctor` is answered before typer is asked")

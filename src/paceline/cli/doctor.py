@@ -1,5 +1,6 @@
 """`paceline doctor`: looks at this machine and says in a line each what is fine, worth knowing, or broken."""
 
+import argparse
 import os
 import platform
 import resource
@@ -40,8 +41,13 @@ class Finding:
     text: str
 
 
-def main() -> int:
-    """Look at everything; 1 when something is broken."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look at everything, or at one script. The exit code is 1 when something is broken."""
+    asked = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+    if asked.determinism is not None:
+        from paceline.cli.determinism import main as determinism
+
+        return determinism(asked.determinism, asked.steps)
     broken = 0
     for finding in examine():
         broken += finding.level == BROKEN
@@ -51,12 +57,24 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def doctor() -> None:
-    """Look at this machine: devices, backends, ports, limits, and a reduction of two ranks with its speed.
+def build_parser() -> argparse.ArgumentParser:
+    about = "Look at this machine: devices, backends, limits, an all-reduce, and what would be chosen and why."
+    parser = argparse.ArgumentParser("paceline doctor", description=about, allow_abbrev=False)
+    parser.add_argument(
+        "--determinism",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT …",
+        help="instead: run a script twice, as `paceline run` does, and say what it computes differently. All that "
+        "follows is the script's. Exit code 0: the same bits; 1: not; 2: it cannot be said",
+    )
+    parser.add_argument("--steps", type=_steps, default=2, metavar="N", help="steps that --determinism looks at [2]")
+    return parser
 
-    The exit code is 1 when something is broken.
-    """
-    raise SystemExit(main())
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def examine() -> Iterator[Finding]:

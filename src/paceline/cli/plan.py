@@ -9,6 +9,7 @@ import typer
 
 from paceline.cli.options import command_for
 from paceline.errors import PacelineError
+from paceline.memory_plan.files import require_picture, require_place
 from paceline.memory_plan.settings import PlanSettings
 
 FILES = {
@@ -29,9 +30,12 @@ def _run(settings: dict[str, Any], json: Path | None = None, png: Path | None = 
     from rich.console import Console
 
     try:
+        if json is not None:
+            require_place("json", json)
+        if png is not None:
+            require_picture("png", png)
         plan = PlanSettings(**settings).plan()
         if json is not None:
-            json.parent.mkdir(parents=True, exist_ok=True)
             json.write_text(json_text.dumps(plan.to_json(), indent=1) + "\n", encoding="utf-8")
         if png is not None:
             plan.chart(png)

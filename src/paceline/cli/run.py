@@ -31,7 +31,7 @@ def _run(flags: argparse.Namespace) -> int:
 
     try:
         job = job_from(flags, os.environ)
-        screen = Screen(job, shown=shown(flags), hidden=hidden(flags))
+        screen = Screen(job, shown=shown(flags, job.ranks), hidden=hidden(flags, job.ranks))
         for text in notes(flags):
             screen.note(text)
         try:

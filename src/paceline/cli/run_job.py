@@ -85,10 +85,11 @@ def _place(flags: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, A
         return {"nodes": 1, "master_port": 0}
     address, port = flags.master_addr, flags.master_port
     if flags.rdzv_endpoint:
-        host, _, endpoint_port = flags.rdzv_endpoint.rpartition(":")
-        address, port = address or host or flags.rdzv_endpoint, port or endpoint_port or None
+        host, endpoint_port = _endpoint(flags.rdzv_endpoint)
+        address, port = address or host, port or endpoint_port
     if flags.nnodes is None and flags.node_rank is None and (found := _from_scheduler(environ)):
-        return {**found, "master_addr": address or found["master_addr"]}
+        given = {"master_addr": address, "master_port": _whole("--master-port", port, low=1) if port else None}
+        return {**found, **{name: value for name, value in given.items() if value}}
     low, _, high = str(flags.nnodes or "1").partition(":")
     nodes = _whole("--nnodes", low, low=1)
     if high and _whole("--nnodes", high, low=1) != nodes:
@@ -103,6 +104,14 @@ def _place(flags: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, A
         "master_addr": address or "127.0.0.1",
         "master_port": _whole("--master-port", port or str(DEFAULT_PORT), low=1),
     }
+
+
+def _endpoint(text: str) -> tuple[str, str | None]:
+    """`host:port`, `host`, `[::1]:port`."""
+    found = re.fullmatch(r"(?:\[(.+)\]|([^:]+))(?::(\d+))?", text)
+    if found is None:
+        raise UsageError(f"--rdzv-endpoint {text}: expected HOST:PORT, or HOST, or [IPv6]:PORT")
+    return found[1] or found[2], found[3]
 
 
 def _from_scheduler(environ: Mapping[str, str]) -> dict[str, Any] | None:
@@ -152,20 +161,29 @@ def _seconds(name: str, text: str | None, default: float = 0.0) -> float:
 # What is shown -----------------------------------------------------------------------------------------------------
 
 
-def shown(flags: argparse.Namespace) -> Callable[[int], bool]:
-    """Which local ranks are shown."""
+def shown(flags: argparse.Namespace, ranks: int) -> Callable[[int], bool]:
+    """Which of a machine's `ranks` are shown."""
     if not flags.local_ranks_filter:
         return lambda _: True
-    ranks = {_whole("--local-ranks-filter", part.strip()) for part in flags.local_ranks_filter.split(",")}
-    return lambda local: local in ranks
+    named = {_whole("--local-ranks-filter", part.strip()) for part in flags.local_ranks_filter.split(",")}
+    _refuse_absent("--local-ranks-filter", flags.local_ranks_filter, named, ranks)
+    return lambda local: local in named
 
 
-def hidden(flags: argparse.Namespace) -> Callable[[int], int]:
-    """What is kept off the screen of a local rank: 1 its output, 2 its errors, 3 both."""
+def hidden(flags: argparse.Namespace, ranks: int) -> Callable[[int], int]:
+    """What is kept off the screen of each of a machine's `ranks`: 1 its output, 2 its errors, 3 both."""
     text = str(flags.redirects)
     if text in ("0", "1", "2", "3"):
         return lambda _: int(text)
     found = dict(re.findall(r"(\d+):([0-3])(?:,|$)", text))
     if ",".join(f"{rank}:{kind}" for rank, kind in found.items()) != text:
         raise UsageError(f"--redirects {text}: expected 0, 1, 2 or 3, or one of them for each rank as in 0:3,1:1")
+    _refuse_absent("--redirects", text, {int(rank) for rank in found}, ranks)
     return lambda local: int(found.get(str(local), 0))
+
+
+def _refuse_absent(name: str, text: str, named: set[int], ranks: int) -> None:
+    absent = sorted(rank for rank in named if rank >= ranks)
+    if absent:
+        there = "rank 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
+        raise UsageError(f"{name} {text}: there is no rank {absent[0]} on this machine; expected some of {there}")

@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli.options import describe, keyword
 from paceline.errors import PacelineError, UsageError
-from paceline.train.config import TrainConfig, build, from_toml, to_toml
+from paceline.train.config import NOT_FINITE_EXIT, TrainConfig, build, from_toml, to_toml
 
 ABOUT = """Train a GPT from scratch on several ranks of this machine, with no download.
 
@@ -67,15 +67,20 @@ def start(config: TrainConfig) -> int:
 
     find_files(config.data)  # before anything is written or started
     check_installed(config)
-    folder = RunFolder.prepare(config)
     gpus = 0 if config.device == "cpu" else gpu_count()
     ranks = config.ranks or gpus or 2
+    if config.lanes and ranks > config.lanes:
+        raise UsageError(
+            f"{ranks} ranks and lanes={config.lanes}: expected at least one lane for each rank; give more --lanes, or "
+            f"fewer --ranks"
+        )
+    folder = RunFolder.prepare(config)
     job = Job(
         command=(sys.executable, "-m", "paceline.train", str(folder.path)),
         ranks=ranks,
         run_dir=folder.path,
         max_restarts=config.max_restarts,
-        final_codes=frozenset({2}),  # what a rank refuses it would refuse again
+        final_codes=frozenset({2, NOT_FINITE_EXIT}),  # what a rank refuses it would refuse again
     )
     with open_screen(config, ranks, folder) as screen:
         outcome = supervise(job, screen)

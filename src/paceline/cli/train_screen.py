@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -64,7 +63,9 @@ class Screen:
         elif rank != 0:
             return
         elif kind == "ready":
-            self._note = f"{fields['parameters'] / 1e6:.2f} M parameters, {fields['ranks']} ranks on {fields['device']}"
+            lanes = f", {fields['lanes']} lanes" if fields["lanes"] else ""
+            where = f"{fields['ranks']} ranks on {fields['device']}{lanes}"
+            self._note = f"{fields['parameters'] / 1e6:.2f} M parameters, {where}"
             self._print(f"{self._note}; {fields['source']}")
             self._print(f"run: {self._folder.path}")
         elif kind == "checked":
@@ -75,9 +76,7 @@ class Screen:
             self._held_out = fields["per_byte"]
             self._print(f"step {fields['step']:5d}   held-out text {fields['per_byte']:.3f} nats per byte")
         elif kind == "resumed":
-            self._print(f"resumed from step {fields['step']}; {fields['redone']} step(s) are done again")
-            for skipped in fields["skipped"]:
-                self._print(f"passed over a checkpoint: {skipped}")
+            self._resumed(fields)
         elif kind == "trouble":
             self._print(fields["text"])
         elif kind == "saved" and fields["problem"]:
@@ -106,6 +105,20 @@ class Screen:
         if self._live is None and (last or time.monotonic() - self._shown_at >= PLAIN_EVERY_S):
             self._shown_at = time.monotonic()
             self._print(self._plain(fields))
+
+    def _resumed(self, fields: dict[str, Any]) -> None:
+        self._print(f"resumed from step {fields['step']}; {fields['redone']} step(s) are done again")
+        if fields["jump"]:
+            before, after = fields["jump"]
+            self._print(
+                f"the learning rate goes from {before:.2e} to {after:.2e} here: the steps before were made by "
+                f"another schedule (see --decay-steps)"
+            )
+        if fields["kernels"]:
+            changed = "; ".join(fields["kernels"])
+            self._print(f"from here on bits may differ from those of the run as it was started: {changed}")
+        for skipped in fields["skipped"]:
+            self._print(f"passed over a checkpoint: {skipped}")
 
     def _plain(self, fields: dict[str, Any]) -> str:
         return (
@@ -205,10 +218,10 @@ def closing_words(folder: RunFolder) -> int:
 
 def next_commands(folder: RunFolder, steps: int) -> list[str]:
     """Three things to try, spelled so that they can be copied."""
-    program = "paceline" if shutil.which("paceline") else sys.argv[0]
+    program = "paceline" if shutil.which("paceline") else "python -m paceline.cli"
     example = "examples/own_model.py" if Path("examples/own_model.py").exists() else "your_script.py"
     commands = {
-        f"{program} train --out {folder.path} --steps {2 * steps}": "goes on, with the rate of the longer schedule",
+        f"{program} train --out {folder.path} --steps {2 * steps}": "goes on where it ended",
         f"{program} bench": "beside torch's DDP, on this machine",
         f"{program} run -n 2 {example}": "your own model",
     }

@@ -11,14 +11,15 @@ from torch.utils.data import Dataset, IterableDataset
 
 from paceline.data.ledger import Entry, Ledger
 from paceline.data.mistakes import Setting, agree, check_first_batch, ranks_can_compare
-from paceline.data.order import Cursor, mixed
+from paceline.data.order import Cursor
 from paceline.data.place import check_whole, place
+from paceline.data.position import VERSION, read_position
 from paceline.data.sources import Indexed, Streamed, Terms
 from paceline.data.workers import Feed
 from paceline.errors import IllegalMove, UsageError
+from paceline.randomness import mixed
 
 Batch = TypeVar("Batch")
-_VERSION = 1
 
 
 class _Steps(Protocol):
@@ -52,6 +53,10 @@ class Loader(Generic[Batch]):
     all ranks, is the whole position: `state_dict()` can be loaded in a world of another size, with another batch size,
     in the middle of an epoch.
 
+    With `lanes=L` a global batch is `batch_size` × L samples in a world of any size up to L, and slice l of it is the
+    micro of lane l. Iterating yields, per step, the list of the micros of this rank's lanes, each collated by itself,
+    for `model.lanes(micros, step)`. Lanes count equally, so a last batch that is not whole is always left out.
+
     A batch counts as committed from the moment the loop has it, unless the loop calls `commit()`: then all that was
     handed out before the last such call counts, and nothing else. Batches that were merely prefetched never count. So
     a loop that saves after `optimizer.step()` needs nothing; one that accumulates over several batches, or may save
@@ -66,9 +71,9 @@ class Loader(Generic[Batch]):
     the generators alone, and saves about 30 µs per sample). Workers that die are replaced, up to `respawns` times per
     epoch, at the same place; with a `timeout` so are workers that do not answer.
 
-    An IterableDataset is sharded: element i goes to rank i mod `world_size`. It comes in its own order, every rank and
-    worker reads all of it, and going on in the middle reads and drops what lies before, unless the dataset has
-    `iter_from(element)`. Its `set_epoch(epoch)` is called if there is one.
+    An IterableDataset is sharded: element i goes to rank i mod `world_size`, or lane i mod L. It comes in its own
+    order, every rank and worker reads all of it, and going on in the middle reads and drops what lies before, unless
+    the dataset has `iter_from(element)`. Its `set_epoch(epoch)` is called if there is one.
 
     `ledger` is a folder, or a Ledger, that gets the sample indices of every step. `rank` and `world_size` come from the
     process group, or else from the launcher's environment. With a process group of that size the ranks compare their
@@ -84,7 +89,7 @@ class Loader(Generic[Batch]):
         shuffle: bool = True,
         drop_last: bool = True,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Batch] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
@@ -98,10 +103,12 @@ class Loader(Generic[Batch]):
         reseed: bool = True,
         respawns: int = 3,
         check: bool = True,
+        lanes: int | None = None,
     ) -> None:
         for name, number, lowest in (("batch_size", batch_size, 1), ("seed", seed, None), ("respawns", respawns, 0)):
             check_whole(name, number, lowest)
         rank, size = place(rank, world_size, "world_size")
+        _check_lanes(lanes, size, drop_last)
         options = {
             "num_workers": num_workers,
             "collate_fn": collate_fn,
@@ -112,7 +119,7 @@ class Loader(Generic[Batch]):
             "multiprocessing_context": multiprocessing_context,
         }
         self.dataset = dataset
-        self._terms = Terms(batch_size, rank, size, shuffle, drop_last, reseed, options)
+        self._terms = Terms(batch_size, rank, size, shuffle, drop_last, reseed, options, lanes)
         self._source = _source(dataset, self._terms)
         self._feed = Feed(rank=rank, respawns=respawns, timeout=timeout)
         self._ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
@@ -128,7 +135,7 @@ class Loader(Generic[Batch]):
 
     @property
     def batch_size(self) -> int:
-        """How many samples each rank gets at a time."""
+        """How many samples each rank, or lane, gets at a time."""
         return self._terms.batch_size
 
     @property
@@ -183,10 +190,12 @@ class Loader(Generic[Batch]):
     def endless(self) -> Iterator[Batch]:
         """Batches for ever, epoch after epoch."""
         while True:
-            begun = self._reached
-            yield from self
-            if begun.committed == 0 and self._step == 0 and not self._uncommitted:
-                raise UsageError("the first epoch had no batch for this rank; expected at least one per epoch")
+            begun, empty = self._reached, True
+            for batch in self:
+                empty = False
+                yield batch
+            if empty and begun.committed == 0:
+                raise UsageError(f"epoch {begun.epoch} had no batch for this rank; expected at least one per epoch")
 
     def commit(self, step: int | None = None) -> None:
         """Count all batches that were handed out until now as trained on. `step` is the number for the ledger."""
@@ -216,7 +225,7 @@ class Loader(Generic[Batch]):
         """The position as plain numbers and text. It is the same on all ranks."""
         cursor = self._committed
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "seed": cursor.seed,
             "epoch": cursor.epoch,
             "committed": cursor.committed,
@@ -230,9 +239,9 @@ class Loader(Generic[Batch]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. The order of its epoch is kept, so the seed is the saved one from here on."""
-        cursor = _read(state, self._source, self._terms.shuffle)
+        cursor = read_position(state, self._source, self._terms.shuffle)
         self._move(cursor, resumed=True)
-        self._step = state["step"]
+        self._step = operator.index(state["step"])
         self._manual = self._manual or state["manual_commit"]
 
     def _move(self, cursor: Cursor, *, resumed: bool) -> None:
@@ -259,9 +268,8 @@ class Loader(Generic[Batch]):
         session = None
         if self._check and ranks_can_compare(terms.size):
             length = -1 if self._source.length is None else self._source.length
-            setting = Setting(
-                length, terms.batch_size, mixed(at.seed), at.epoch, at.committed, terms.shuffle, terms.drop_last
-            )
+            where = (mixed(at.seed), at.epoch, at.committed)
+            setting = Setting(length, terms.batch_size, *where, terms.shuffle, terms.drop_last, lanes=terms.lanes or 0)
             session = 1 + agree(setting, terms.rank, -1 if self._ledger is None else self._ledger.newest())
         if self._ledger is not None:
             self._ledger.begin(at, terms.rank, terms.size, session=session, resumed=self._resumed)
@@ -274,6 +282,22 @@ class Loader(Generic[Batch]):
                 check_first_batch(batch)
 
 
+def _check_lanes(lanes: int | None, size: int, drop_last: bool) -> None:
+    if lanes is None:
+        return
+    check_whole("lanes", lanes, 1)
+    if lanes < size:
+        raise UsageError(
+            f"lanes={lanes} is smaller than the world of {size} ranks, so some would get nothing; expected at least "
+            f"{size} lanes, or start fewer ranks"
+        )
+    if not drop_last:
+        raise UsageError(
+            f"lanes={lanes} and drop_last=False contradict each other: lanes count equally, so a last batch that is "
+            f"not whole cannot be dealt to them; leave out drop_last"
+        )
+
+
 def _source(dataset: Any, terms: Terms) -> Indexed | Streamed:
     if isinstance(dataset, IterableDataset):
         return Streamed(dataset, terms)
@@ -283,38 +307,16 @@ def _source(dataset: Any, terms: Terms) -> Indexed | Streamed:
             f"which has no {'__getitem__' if isinstance(dataset, Sized) else '__len__'}"
         )
     length = len(dataset)
-    if length < terms.size:
+    if length < terms.size and terms.lanes is None:
         raise UsageError(
             f"the dataset has {length} samples, fewer than the {terms.size} ranks; expected at least one for each: "
             f"start fewer ranks, or give more data"
         )
     if terms.drop_last and length < terms.global_batch:
+        where, other = ("on each", "drop_last=False") if terms.lanes is None else ("in each", "fewer lanes")
         raise UsageError(
             f"the dataset has {length} samples, fewer than one global batch of {terms.global_batch} "
-            f"(batch_size={terms.batch_size} on each of {terms.size} ranks), and drop_last=True drops what is less; "
-            f"take a smaller batch_size, or drop_last=False"
+            f"(batch_size={terms.batch_size} {where} of {terms.parts} {'lanes' if terms.lanes else 'ranks'}), and "
+            f"drop_last=True drops what is less; take a smaller batch_size, or {other}"
         )
     return Indexed(dataset, length, terms)  # type: ignore[arg-type]  # a list will do, as it does for torch
-
-
-def _read(state: Mapping[str, Any], source: Indexed | Streamed, shuffle: bool) -> Cursor:
-    expected = {"version", "seed", "epoch", "committed", "step", "length", "shuffle", "order", "manual_commit"}
-    if missing := expected - set(state):
-        raise UsageError(f"this is no state of a Loader: it lacks {', '.join(sorted(missing))}")
-    if state["version"] != _VERSION:
-        raise UsageError(f"the Loader's state has version {state['version']!r}, expected {_VERSION}")
-    for name in ("length", "shuffle"):
-        here = source.length if name == "length" else shuffle
-        if state[name] != here:
-            raise UsageError(
-                f"the Loader's state was saved with {name}={state[name]!r}, here it is {here!r}: the same position "
-                f"would mean other samples. Resume with the dataset and the settings it was saved with"
-            )
-    cursor = Cursor(state["seed"], state["epoch"], state["committed"])
-    if cursor.committed and source.fingerprint(cursor) != state["order"]:
-        raise UsageError(
-            f"the order of epoch {cursor.epoch} is not the one that the Loader's state was saved in the middle of, "
-            f"though seed and length are equal: another version of torch draws other permutations. Resume with the "
-            f"version it was saved with, or go on with the next epoch by set_epoch({cursor.epoch + 1})"
-        )
-    return cursor

@@ -33,6 +33,7 @@ class Setting:
     committed: int
     shuffle: bool
     drop_last: bool
+    lanes: int  # 0: none
 
 
 def ranks_can_compare(size: int) -> bool:

@@ -5,7 +5,6 @@ lane) gets of the batch is a slice. So where a run stands is one number, and any
 """
 
 import hashlib
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -13,6 +12,9 @@ from itertools import accumulate, pairwise
 import torch
 
 from paceline.errors import UsageError
+from paceline.randomness import mixed
+
+__all__ = ["Cursor", "cuts", "deal", "fingerprint", "mixed", "order"]
 
 _SAMPLED = 256  # how many places of an order its fingerprint looks at
 
@@ -61,12 +63,6 @@ def cuts(count: int, shares: int | Sequence[int]) -> list[int]:
         raise UsageError(f"shares must be a positive number, or weights of which one is positive, got {shares!r}")
     # Rounded up: if there is less than one sample for each, the first shares have it.
     return [-(-count * before // total) for before in accumulate(weights, initial=0)]
-
-
-def mixed(*numbers: int) -> int:
-    """One number of 63 bits made of several, so that (seed 0, epoch 1) has nothing to do with (seed 1, epoch 0)."""
-    text = "/".join(str(operator.index(number)) for number in numbers)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def fingerprint(order: torch.Tensor) -> str:

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from paceline.data.place import check_whole, place
+from paceline.data.position import SAMPLER, check_fields
 from paceline.errors import UsageError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -92,8 +93,7 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, in a world of any size: the next iteration yields what is left of that epoch."""
-        if missing := {"seed", "epoch", "committed", "length"} - set(state):
-            raise UsageError(f"this is no state of a DistributedSampler: it lacks {', '.join(sorted(missing))}")
+        check_fields(state, SAMPLER, "DistributedSampler")
         if state["length"] != self._length():
             raise UsageError(
                 f"the sampler's state is for a dataset of {state['length']} samples, this one has {self._length()}: "

@@ -1,14 +1,10 @@
 """`Share`: the sample indices of one batch of one rank, and random numbers that belong to samples."""
 
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from paceline.data.order import mixed
+from paceline.randomness import mixed, rng_state, seed_host, set_rng_state
 
 
 class Share(list[int]):
@@ -28,7 +24,7 @@ class Share(list[int]):
     def __iter__(self) -> Iterator[int]:
         for index in super().__iter__():
             if self.key is not None:
-                seed_generators(mixed(self.key, index))
+                seed_host(mixed(self.key, index))  # generators of devices belong to the model
             yield index
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -36,25 +32,13 @@ class Share(list[int]):
         return Share, (self[:], self.start, self.stop, self.key)
 
 
-def seed_generators(number: int) -> None:
-    """Seed the generators of the CPU that datasets draw from; those of devices belong to the model."""
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(number & 0xFFFFFFFF)
-
-
 @contextmanager
 def own_numbers(key: int) -> Iterator[None]:
     """Inside, the generators of the CPU start from `key`; afterwards they are as they were."""
-    state, python = torch.get_rng_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    numbers = numpy.random.get_state() if numpy else None
-    seed_generators(key)
+    state = rng_state()
+    state.pop("cuda", None)  # what a dataset draws there stays drawn: it was not seeded here
+    seed_host(key)
     try:
         yield
     finally:
-        torch.set_rng_state(state)
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(numbers)
+        set_rng_state(state)

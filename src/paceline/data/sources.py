@@ -1,6 +1,6 @@
 """Where a rank's batches come from: a dataset with indices, or a stream. Both answer with windows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from paceline.data.order import Cursor, cuts, fingerprint, mixed, order
+from paceline.collectives.tree import lanes_of
+from paceline.data.order import Cursor, cuts, fingerprint, order
 from paceline.data.share import Share, own_numbers
 from paceline.data.stream import Window, Windows
 from paceline.data.workers import Feed
+from paceline.randomness import mixed
 
 _END = object()
 _NAMED = 8  # samples that a message lists
@@ -29,18 +31,51 @@ class Terms:
     drop_last: bool
     reseed: bool
     options: Mapping[str, Any]
+    lanes: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a global batch is cut: lanes, or ranks."""
+        return self.lanes or self.size
+
+    @property
+    def own(self) -> range:
+        """Those of them that are this rank's."""
+        return lanes_of(self.rank, self.size, self.parts)
 
     @property
     def global_batch(self) -> int:
-        return self.batch_size * self.size
+        return self.batch_size * self.parts
+
+    def slice_of(self, samples: int) -> tuple[int, int]:
+        """From where to where this rank's parts reach in a global batch, which may be a last one of fewer samples."""
+        edges = cuts(samples, self.parts)
+        return edges[self.own.start], edges[self.own.stop]
+
+    def collate(self) -> Callable[[list[Any]], Any] | None:
+        """What makes a batch of samples: the user's function, or that for each lane. None: torch's own."""
+        given: Callable[[list[Any]], Any] | None = self.options["collate_fn"]
+        return given if self.lanes is None else _Micros(given or default_collate, self.batch_size)
 
     def batches(self, samples: int) -> int:
         """How many batches this rank gets of so many samples."""
         full, tail = divmod(samples, self.global_batch)
         if self.drop_last:
             return full
-        start, stop = cuts(tail, self.size)[self.rank : self.rank + 2]
+        start, stop = self.slice_of(tail)
         return full + (stop > start)
+
+
+class _Micros:
+    """Collates the samples of several lanes, each lane by itself. Workers get it too, so it is no closure."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], batch_size: int) -> None:
+        self._collate = collate
+        self._batch_size = batch_size
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        begins = range(0, len(samples), self._batch_size)
+        return [self._collate(samples[begin : begin + self._batch_size]) for begin in begins]
 
 
 class Indexed:
@@ -88,7 +123,7 @@ class Indexed:
             stop = min(start + terms.global_batch, self._samples)
             if terms.drop_last and stop - start < terms.global_batch:
                 return
-            first, last = cuts(stop - start, terms.size)[terms.rank : terms.rank + 2]
+            first, last = terms.slice_of(stop - start)
             if last > first:
                 yield Share(samples[start + first : start + last].tolist(), start, stop, key)
 
@@ -102,7 +137,8 @@ class Indexed:
     def build(self) -> DataLoader[Any]:
         """A DataLoader that begins every iteration where the loop is."""
         dealer: Any = _Dealer(self)
-        return DataLoader(self._dataset, batch_sampler=dealer, generator=self._generator, **self._terms.options)
+        options = {**self._terms.options, "collate_fn": self._terms.collate()}
+        return DataLoader(self._dataset, batch_sampler=dealer, generator=self._generator, **options)
 
     def describe(self, batches: range) -> str:
         """Which samples are in those batches; they are counted from where the loop is."""
@@ -130,13 +166,14 @@ class Streamed:
     def __init__(self, dataset: IterableDataset[Any], terms: Terms) -> None:
         self.length: int | None = None
         options = dict(terms.options)
+        del options["collate_fn"]
         self._windows = Windows(
             dataset,
             terms.batch_size,
-            terms.rank,
-            terms.size,
+            terms.own,
+            terms.parts,
             drop_last=terms.drop_last,
-            collate=options.pop("collate_fn") or default_collate,
+            collate=terms.collate() or default_collate,
             shared=options["persistent_workers"],
         )
         self._options = options

@@ -54,17 +54,17 @@ class Windows(IterableDataset[Window]):
         self,
         stream: Iterable[Any],
         batch_size: int,
-        rank: int,
-        size: int,
+        own: range,
+        parts: int,
         *,
         drop_last: bool,
         collate: Callable[[list[Any]], Any],
         shared: bool,
     ) -> None:
         self._stream = stream
-        self._window = batch_size * size
-        self._rank = rank
-        self._size = size
+        self._window = batch_size * parts
+        self._own = own  # which of the parts (ranks, or lanes) are this rank's; element i is in part i mod `parts`
+        self._parts = parts
         self._drop_last = drop_last
         self._collate = collate
         # Epoch and first element. In shared memory, because workers that live on read it again at every epoch.
@@ -84,14 +84,16 @@ class Windows(IterableDataset[Window]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         elements = enumerate(elements_from(self._stream, start), start)
         for number in count():
-            seen, ids, samples = 0, [], []
+            seen = 0
+            taken: dict[int, list[tuple[int, Any]]] = {part: [] for part in self._own}
             for index, element in islice(elements, self._window):
                 seen += 1
-                if number % workers == worker and index % self._size == self._rank:
-                    ids.append(index)
-                    samples.append(element)
+                if number % workers == worker and (part := index % self._parts) in taken:
+                    taken[part].append((index, element))
+            mine = [pair for pairs in taken.values() for pair in pairs]  # part after part
             first = start + number * self._window
-            if samples and not (self._drop_last and seen < self._window):
-                yield Window(first, first + seen, ids, self._collate(samples))
+            if mine and not (self._drop_last and seen < self._window):
+                samples = [element for _, element in mine]
+                yield Window(first, first + seen, [index for index, _ in mine], self._collate(samples))
             if seen < self._window:
                 return

@@ -123,8 +123,13 @@ class DistributedDataParallel(Stepping):
         self._init_torch_attributes(module, check_reduction, delay_all_reduce_named_params or ())
         init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self._join_world(transport, process_group, device_mesh)
-        given = {"reduction=": reduction is not None, "mixed_precision=": mixed_precision is not None}
-        arguments.check_lanes(lanes, seed, self._transport.size, module, **given, **{"overlap=False": not overlap})
+        given = {
+            "reduction=": reduction is not None,
+            "mixed_precision=": mixed_precision is not None,
+            "overlap=False": not overlap,
+            'optimize_ddp="python_reducer"': self._use_python_reducer,
+        }
+        arguments.check_lanes(lanes, seed, self._transport.size, module, **given)
         self._lane_count, self._seed = lanes, seed
         if lanes is not None:
             self.forward_sync_buffers = False  # they have a rule of their own: replica/lane_buffers.py

@@ -28,7 +28,9 @@ FILE_NAME = "PACELINE_DETERMINISM"
 STEPS_NAME = "PACELINE_DETERMINISM_STEPS"
 
 
-def recording_asked(module: nn.Module, lanes: Lanes | None, environ: Mapping[str, str] = os.environ) -> "Recording | None":
+def recording_asked(
+    module: nn.Module, lanes: Lanes | None, environ: Mapping[str, str] = os.environ
+) -> "Recording | None":
     """The recording of a replica of `module`, if the environment asks for one."""
     if not environ.get(FILE_NAME):
         return None

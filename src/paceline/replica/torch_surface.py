@@ -123,7 +123,8 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         attrs = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "logger", "_core", "_closing", "_transport", "_managed"):
+        made_anew = ("process_group", "reducer", "logger", "_core", "_closing", "_transport", "_managed")
+        for name in (*made_anew, "_lane_loop", "_capsules"):
             attrs.pop(name, None)
         return attrs
 

@@ -1,34 +1,52 @@
 """One rank of `paceline train`: `python -m paceline.train FOLDER`, started by a launcher."""
 
+import logging
 import os
 import signal
 import sys
 from pathlib import Path
 
 from paceline.checkpoint.faults import NotSaved
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import NotFiniteGradients, PacelineError, UsageError
 from paceline.tell import tell
+from paceline.train.config import NOT_FINITE_EXIT
 from paceline.train.folder import RunFolder
 
 
 def main(folder: RunFolder) -> None:
     config = folder.config()
+    if config.lanes:  # read when CUDA starts: without it cuBLAS may add in another order the next time
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
 
     from paceline.train.loop import run_rank
 
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.threads or max(1, share))
+    torch.set_num_threads(config.threads or (1 if config.lanes else max(1, share)))  # lanes: the same in every world
     run_rank(config, folder)
 
 
+def say_warnings() -> None:
+    """What the library warns of goes to the rank's log, marked so that the launcher shows it."""
+    said = logging.StreamHandler()
+    said.setFormatter(logging.Formatter("Warning: %(message)s"))
+    logging.getLogger("paceline").addHandler(said)
+
+
+def code_of(error: PacelineError) -> int | None:
+    """The exit code for an error that needs no traceback."""
+    codes = {UsageError: 2, NotFiniteGradients: NOT_FINITE_EXIT, NotSaved: 1}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
+
+
 if __name__ == "__main__":
+    say_warnings()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # "save and go on": there is nothing to save before the first step
     try:
         main(RunFolder(Path(sys.argv[1])))
     except PacelineError as error:
-        if not isinstance(error, UsageError | NotSaved):
+        if (code := code_of(error)) is None:
             raise
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         tell("refused", text=str(error))  # the launcher shows it in the place of a failure
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        sys.exit(code)

@@ -1,11 +1,15 @@
 """What of a run goes into a checkpoint, and how a run is taken up from one."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import paceline
+from paceline.kernels import differences, kernel_settings
 from paceline.tell import tell
 from paceline.train.run import Run
+from paceline.train.schedule import jump_at
 
 
 def save(run: Run) -> None:
@@ -16,6 +20,7 @@ def save(run: Run) -> None:
         optimizer=run.optimizer,
         loader=run.loader,
         tokenizer=run.text.tokenizer.digest(),
+        kernels=kernels_of(run),
     )
     run.saved_at = run.step
     run.record.blocked.append(saved.blocked_s)
@@ -49,7 +54,21 @@ def resume(run: Run) -> None:
         )
     run.step = run.saved_at = run.resumed_from = found.step
     forget_after(run, found.step)
-    tell("resumed", step=found.step, redone=run.redone, skipped=[str(skipped) for skipped in found.skipped])
+    skipped = [str(one) for one in found.skipped]
+    jump = jump_at(found.step, run.optimizer, config) if found.step < config.steps else None
+    kernels = other_kernels(run, found.more)
+    tell("resumed", step=found.step, redone=run.redone, skipped=skipped, jump=jump, kernels=kernels)
+
+
+def kernels_of(run: Run) -> dict[str, str]:
+    """What the last bits of a step depend on, beside what is trained."""
+    return kernel_settings(run.device) | {"compile": str(run.config.compile)}
+
+
+def other_kernels(run: Run, saved: Mapping[str, Any]) -> list[str]:
+    """What is set otherwise than when the checkpoint was made, so that lanes would not give the same bits."""
+    before = saved.get("kernels")
+    return differences(before, kernels_of(run)) if before and run.config.lanes else []
 
 
 def forget_after(run: Run, step: int) -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 import paceline
 from paceline.tell import tell
 from paceline.train.evaluate import held_out_loss, write_sample
+from paceline.train.origin import origin
 from paceline.train.report import write_picture, write_report
 from paceline.train.run import Run
 
@@ -20,7 +21,8 @@ def close_run(run: Run, ended: str, seconds: float) -> None:
     held_out = None
     if finished:
         held_out = held_out_loss(run)
-        run.record.held_out(run.step, held_out, held_out / run.text.bytes_per_token)
+        if not any("held_out" in line and line["step"] == run.step for line in run.folder.metrics()):
+            run.record.held_out(run.step, held_out, held_out / run.text.bytes_per_token)
     digest = paceline.digest(run.net, run.optimizer, run.step, asdict(run.loader.cursor))
     if run.world.rank != 0:
         return
@@ -46,13 +48,15 @@ def result_of(run: Run, held_out: float | None) -> dict[str, object]:
     """What result.json says, but for how it ended."""
     record, config = run.record, run.config
     step_s = _median(record.seconds[1:] or record.seconds)  # the first one warms up
-    tokens = run.world.size * config.batch * config.accumulate * config.shape.context
+    tokens = config.samples_of_step(run.world.size) * config.shape.context
     losses = [line["loss"] for line in run.folder.metrics() if "loss" in line]
     found = {
         "steps": run.step,
         "own_steps": len(record.seconds),  # of this attempt
         "ranks": run.world.size,
+        "lanes": config.lanes,
         "device": str(run.device),
+        **origin(run.device),
         "final_loss": losses[-1] if losses else None,
         "held_out_loss": held_out,
         "held_out_per_byte": None if held_out is None else held_out / run.text.bytes_per_token,

@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 from paceline.errors import UsageError
 from paceline.train.sizes import SIZES, Shape
 
-RESUME_WORDS = ("auto", "never")
 CHOICES = {
     "tokenizer": ("bytes", "bpe"),
     "size": tuple(SIZES),
     "dtype": ("float32", "bf16"),
     "transport": ("auto", "torch", "shm", "two-level"),
     "device": ("auto", "cpu", "cuda"),
+    "on_drift": ("raise", "heal"),
 }
-# Lowest and highest value; None: no bound.
-BOUNDS: dict[str, tuple[float | None, float | None]] = {
+# Lowest and highest value; None: no highest.
+BOUNDS: dict[str, tuple[float, float | None]] = {
     "ranks": (0, 4096),
     "vocabulary": (257, 1_000_000),
     "layers": (0, 1000),
@@ -26,11 +26,13 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "heads": (0, 1024),
     "context": (0, 1_000_000),
     "steps": (1, None),
+    "lanes": (0, 4096),
     "batch": (1, None),
     "accumulate": (1, 100_000),
     "learning_rate": (0.0, 10.0),
     "final_rate": (0.0, 1.0),
     "warmup": (0, None),
+    "decay_steps": (0, None),
     "weight_decay": (0.0, 1.0),
     "clip": (0.0, None),
     "dropout": (0.0, 0.9),
@@ -43,7 +45,9 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "threads": (0, 1024),
     "sample": (0, 100_000),
     "max_restarts": (0, 1000),
+    "check_every": (0, None),
 }
+NOT_FINITE_EXIT = 3  # gradients were not finite in too many steps in a row
 
 
 def option(default: Any, about: str) -> Any:
@@ -68,11 +72,13 @@ class TrainConfig:
     heads: int = option(0, "instead of the size's own")
     context: int = option(0, "tokens of one sample, instead of the size's own")
     steps: int = option(800, "optimizer steps")
-    batch: int = option(8, "samples of one micro of one rank")
-    accumulate: int = option(1, "micros of one step")
+    lanes: int = option(8, "parts of a global batch; any number of ranks up to it gives the same bits; 0: one per rank")
+    batch: int = option(2, "samples of one micro of one lane")
+    accumulate: int = option(1, "micros of one lane in one step")
     learning_rate: float = option(3e-3, "highest rate of AdamW")
     final_rate: float = option(0.05, "the rate at the end, as a part of the highest")
     warmup: int = option(40, "steps until the highest rate")
+    decay_steps: int = option(0, "steps until the final rate, which then stays; 0: --steps of the run's first start")
     weight_decay: float = option(0.1, "of AdamW, on matrices only")
     clip: float = option(1.0, "largest norm of all gradients together; 0: no limit")
     dropout: float = option(0.0, "probability of dropout")
@@ -89,16 +95,24 @@ class TrainConfig:
     resume: str = option("auto", "auto: from the newest checkpoint in --out; never; or the path of one")
     transport: str = option("auto", f"one of {', '.join(CHOICES['transport'])}")
     device: str = option("auto", "cpu, cuda, or auto")
-    threads: int = option(0, "compute threads of a rank; 0: its share of the cores")
+    threads: int = option(0, "compute threads of a rank; 0: one with lanes, its share of the cores without")
     audit: bool = option(False, "write the sample ids of every step")
     trackers: str = option("", "comma-separated: tensorboard, wandb, trackio, mlflow")
+    check_every: int = option(64, "steps in which ranks have compared all of their state; 0: never")
+    on_drift: str = option("raise", "when the state of ranks differs: raise, or heal it from the majority")
     max_restarts: int = option(0, "how often the run may be restarted after a failure")
     out: str = option("", "folder of the run; empty: runs/<time>")
 
-    # These do not change what is computed, so a run may be resumed with other values of them.
+    # A run may be resumed with other values of these. Of what is computed they change nothing, but for `decay_steps`,
+    # which is there to be changed, `ranks` without lanes, which changes the global batch, and the last bits by
+    # `threads`, `device` and `compile`, which is warned of.
     FREE: ClassVar[frozenset[str]] = frozenset(
-        ("ranks", "steps", "eval_every", "eval_samples", "sample", "save_every", "save_seconds", "keep", "resume")
-    ) | {"transport", "device", "threads", "audit", "trackers", "max_restarts", "out", "compile"}
+        {
+            *("ranks", "steps", "decay_steps", "eval_every", "eval_samples", "sample", "save_every", "save_seconds"),
+            *("keep", "resume", "transport", "device", "threads", "audit", "trackers", "check_every", "on_drift"),
+            *("max_restarts", "out", "compile"),
+        }
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -118,6 +132,10 @@ class TrainConfig:
         given = {name: getattr(self, name) for name in ("layers", "width", "heads", "context")}
         return replace(SIZES[self.size], **{name: value for name, value in given.items() if value})
 
+    def samples_of_step(self, ranks: int) -> int:
+        """How many samples a step takes, on all ranks together."""
+        return self.batch * self.accumulate * (self.lanes or ranks)
+
 
 def from_toml(file: Path) -> dict[str, Any]:
     """The settings in a TOML file: at the top level, or in a table [train]."""
@@ -136,7 +154,7 @@ def from_toml(file: Path) -> dict[str, Any]:
 
 
 def build(settings: Mapping[str, Any]) -> TrainConfig:
-    """A configuration from names and values; unknown names are refused with the nearest known one."""
+    """A configuration from names and values; unknown names are refused."""
     known = {item.name for item in fields(TrainConfig)}
     normal = {name.replace("-", "_"): value for name, value in settings.items()}
     for name in normal:
@@ -172,9 +190,7 @@ def _check_type(name: str, value: Any, default: Any) -> None:
         raise ConfigError(f"{name}={value!r}: expected {words[kind]}")
 
 
-def _check_bounds(name: str, value: float, low: float | None, high: float | None) -> None:
-    above = low is None or value >= low
-    below = high is None or value <= high
-    if not (above and below):  # also when it is not a number
+def _check_bounds(name: str, value: float, low: float, high: float | None) -> None:
+    if not (value >= low and (high is None or value <= high)):  # also when it is not a number
         wanted = f"at least {low:g}" if high is None else f"{low:g} to {high:g}"
         raise ConfigError(f"{name}={value!r}: expected {wanted}")

@@ -24,7 +24,6 @@ class Corpus:
 
     train: bytes
     held_out: bytes
-    documents: int
     source: str
 
 
@@ -37,10 +36,10 @@ def read_corpus(data: str) -> Corpus:
     if len(documents) >= HELD_OUT_EVERY:
         held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
         train = [text for index, text in enumerate(documents) if index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
-        return Corpus(SEPARATOR.join(train), SEPARATOR.join(held_out), len(documents), source)
+        return Corpus(SEPARATOR.join(train), SEPARATOR.join(held_out), source)
     whole = SEPARATOR.join(documents)
     cut = len(whole) - len(whole) // HELD_OUT_EVERY  # too few to set some aside whole: the end of the text
-    return Corpus(whole[:cut], whole[cut:], len(documents), source)
+    return Corpus(whole[:cut], whole[cut:], source)
 
 
 def find_files(data: str) -> tuple[list[Path], str]:

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,7 +40,7 @@ class RunFolder:
         try:
             folder.checkpoints.mkdir(parents=True, exist_ok=True)
             folder._lock()
-            _replace(folder.config_file, to_toml(config))
+            _replace(folder.config_file, to_toml(folder._with_schedule(config)))
         except OSError as error:
             raise UsageError(f"the run's folder {folder.path} cannot be written: {error.strerror}") from error
         return folder
@@ -65,9 +66,20 @@ class RunFolder:
     def config(self) -> TrainConfig:
         return build(from_toml(self.config_file))
 
+    def _has_begun(self) -> bool:
+        """Whether the run in it was not refused before its first step."""
+        return any(self.checkpoints.glob("step-*")) or self.metrics_file.exists()
+
+    def _with_schedule(self, config: TrainConfig) -> TrainConfig:
+        """A run that is made longer or shorter keeps the learning rates that it was started with, if not told other."""
+        if config.decay_steps or not self._has_begun():
+            return config
+        before = self.config()
+        return replace(config, decay_steps=before.decay_steps or (before.steps if before.steps != config.steps else 0))
+
     def _check_same_run(self, config: TrainConfig) -> None:
-        if not any(self.checkpoints.glob("step-*")) and not self.metrics_file.exists():
-            return  # it was refused before its first step
+        if not self._has_begun():
+            return
         if config.resume == "never":
             raise UsageError(
                 f"{self.path} holds a run already and resume='never' would write over it; give another --out, or "

@@ -3,17 +3,20 @@
 run_rank()    one rank, from the start to the result
 train()       the loop
 step_once()   one optimizer step
+run_lane()    forward and backward of one lane
 """
 
 import contextlib
 import signal
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import paceline
+from paceline.errors import NotFiniteGradients, UsageError
 from paceline.progress import Phase, Progress
 from paceline.tell import tell
 from paceline.train.checkpoints import resume, save
@@ -32,13 +35,23 @@ from paceline.train.text import Sample, Text, prepare
 def run_rank(config: TrainConfig, folder: RunFolder) -> None:
     """One rank of one run, from the start to the result."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise paceline.errors.UsageError("device='cuda', but torch sees no CUDA device here; expected 'cpu' or 'auto'")
+        raise UsageError("device='cuda', but torch sees no CUDA device here; expected 'cpu' or 'auto'")
     world = paceline.init(device="cpu" if config.device == "cpu" else None)
+    if config.lanes and world.device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run = build(config, folder, world, prepare(config, folder.path))
     resume(run)
     began = time.monotonic()
     with paceline.Preemption() as preemption:
-        ended = train(run, preemption)
+        try:
+            ended = train(run, preemption)
+        except NotFiniteGradients as error:  # on all ranks alike, and none has stepped on them
+            if run.saved_at != run.step:
+                save(run)
+            run.checkpoints.wait()
+            text = f"{error}. Step {run.step} is saved in {folder.checkpoints}"
+            raise NotFiniteGradients(text, ranks=error.ranks) from error
     run.checkpoints.wait()
     close_run(run, ended, time.monotonic() - began)
     run.progress.note(Phase.DONE, run.step)
@@ -53,12 +66,12 @@ def train(run: Run, preemption: "paceline.Preemption") -> str:
     while run.step < config.steps:
         began = time.perf_counter()
         run.progress.note(Phase.DATA, run.step)
-        micros = [to_device(next(batches), run.device) for _ in range(config.accumulate)]
+        lanes = next_step(batches, run)
         fetched = time.perf_counter()
         run.progress.note(Phase.FORWARD, run.step)
-        loss, norm = step_once(run, micros)
+        losses, norm = step_once(run, lanes)
         run.loader.commit(step=run.step)
-        mean_loss, stop, now = over_ranks(loss, *asked(preemption))
+        mean_loss, stop, now = over_ranks(run, losses, *asked(preemption))
         numbers = StepNumbers(
             run.step,
             mean_loss,
@@ -66,7 +79,8 @@ def train(run: Run, preemption: "paceline.Preemption") -> str:
             norm,
             seconds=time.perf_counter() - began,
             data_s=fetched - began,
-            tokens=sum(tokens.numel() for tokens, _ in micros),
+            own_tokens=sum(tokens.numel() for micros in lanes for tokens, _ in micros),
+            tokens=config.samples_of_step(run.world.size) * config.shape.context,
         )
         run.record.step(numbers, run.model.trace.stamps())
         run.checks.after_step(config, run.text)
@@ -84,38 +98,63 @@ def train(run: Run, preemption: "paceline.Preemption") -> str:
     return "finished"
 
 
-def step_once(run: Run, micros: list[Sample]) -> tuple[float, float]:
-    """One optimizer step. Returns this rank's mean loss and the norm of all gradients."""
+def next_step(batches: Iterator[Any], run: Run) -> list[list[Sample]]:
+    """The micros of one step, for each lane of this rank. Without lanes a rank is like one lane."""
+    taken = [next(batches) for _ in range(run.config.accumulate)]
+    lanes = zip(*taken, strict=True) if run.config.lanes else [taken]
+    return [[to_device(micro, run.device) for micro in micros] for micros in lanes]
+
+
+def step_once(run: Run, lanes: list[list[Sample]]) -> tuple[list[float], float]:
+    """One optimizer step. Returns the loss of each of this rank's lanes, and the norm of all gradients."""
     config = run.config
-    if config.dropout:  # masks follow from the step and the rank, so a resumed run draws the same ones
-        torch.manual_seed(hash((config.seed, run.step, run.world.rank)) % 2**63)
     set_rate(run.optimizer, rate_at(run.step, config))
-    total = torch.zeros((), device=run.device)
-    for number, (tokens, targets) in enumerate(micros, start=1):
-        with contextlib.nullcontext() if number == len(micros) else run.model.no_sync():
-            with torch.autocast(run.device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
-                loss = run.model(tokens, targets)
-            (loss / len(micros)).backward()
-            total += loss.detach() / len(micros)
+    if config.lanes:
+        losses = [run_lane(run, micros) for micros in run.model.lanes(lanes, run.step)]
+    else:
+        if config.dropout:  # masks follow from the step and the rank, so a resumed run draws the same ones
+            torch.manual_seed(hash((config.seed, run.step, run.world.rank)) % 2**63)
+        losses = [run_lane(run, micros) for micros in lanes]
     norm = nn.utils.clip_grad_norm_(run.net.parameters(), config.clip or float("inf"))
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.step += 1
-    return float(total), float(norm)
+    return torch.stack(losses).tolist(), float(norm)
 
 
-def over_ranks(*numbers: float) -> list[float]:
-    """The mean of each number over all ranks."""
-    means: list[float] = paceline.all_reduce(torch.tensor(numbers, dtype=torch.float64), "mean").tolist()
-    return means
+def run_lane(run: Run, micros: list[Sample]) -> torch.Tensor:
+    """Forward and backward of the micros of one lane. Returns its loss."""
+    total = torch.zeros((), device=run.device)
+    for number, (tokens, targets) in enumerate(micros, start=1):
+        with contextlib.nullcontext() if number == len(micros) else run.model.no_sync():
+            with torch.autocast(run.device.type, torch.bfloat16, enabled=run.config.dtype == "bf16"):
+                loss = run.model(tokens, targets)
+            (loss / len(micros)).backward()
+            total += loss.detach() / len(micros)
+    return total
 
 
-def asked(preemption: "paceline.Preemption") -> tuple[float, float]:
+def over_ranks(run: Run, losses: Sequence[float], *flags: bool) -> tuple[float, bool, bool]:
+    """The mean loss of all lanes, and whether any rank was asked to stop, and to save.
+
+    The loss is the same number in every world: each lane has a place of its own in what is summed, where all other
+    ranks have zero.
+    """
+    rank, size = run.world.rank, run.world.size
+    own, count = (run.model.own_lanes, run.config.lanes) if run.config.lanes else (range(rank, rank + 1), size)
+    numbers = [0.0] * count + [float(flag) for flag in flags]
+    numbers[own.start : own.stop] = losses
+    told: list[float] = paceline.all_reduce(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
+    stop, now = told[count:]
+    return sum(told[:count]) / count, stop > 0, now > 0
+
+
+def asked(preemption: "paceline.Preemption") -> tuple[bool, bool]:
     """Whether this rank was asked to save and stop (SIGTERM), and to save and go on (SIGUSR1)."""
     stop, now = signal.SIGTERM in preemption.signals, signal.SIGUSR1 in preemption.signals
     if now:
         preemption.signals.remove(signal.SIGUSR1)
-    return float(stop), float(now)
+    return stop, now
 
 
 def to_device(sample: Sample, device: torch.device) -> Sample:
@@ -132,9 +171,16 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
     net = GPT(config.shape, text.tokenizer.vocabulary, dropout=config.dropout, checkpointing=config.checkpointing)
     net.to(world.device)
     checks = Checks(net, world)
-    model: Any = paceline.DistributedDataParallel(net, transport=config.transport)
+    model: Any = paceline.DistributedDataParallel(
+        net,
+        transport=config.transport,
+        lanes=config.lanes or None,
+        seed=config.seed,
+        agreement=paceline.Agreement(state_every=config.check_every, drift=config.on_drift, not_finite="skip"),
+    )
     parameters = sum(param.numel() for param in net.parameters())
-    tell("ready", ranks=world.size, device=str(world.device), parameters=parameters, source=text.source)
+    where = {"ranks": world.size, "lanes": config.lanes, "device": str(world.device)}
+    tell("ready", **where, parameters=parameters, source=text.source)
     return Run(
         config=config,
         folder=folder,
@@ -146,6 +192,7 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
         loader=paceline.Loader(
             text.train,
             config.batch,
+            lanes=config.lanes or None,
             seed=config.seed,
             manual_commit=True,  # a step may take several batches
             reseed=False,  # reading a sample draws no random numbers
@@ -157,7 +204,7 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
             every_steps=config.save_every or None,
             every_seconds=config.save_seconds or None,
         ),
-        record=Record(config, folder, world.rank, world.size),
+        record=Record(config, folder, world.rank),
         progress=Progress.from_env(),
         checks=checks,
     )

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -16,7 +15,7 @@ from paceline.train.trackers import open_trackers
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """One step of this rank. The loss is the mean over all ranks."""
+    """One step of this rank. The loss is the mean over all lanes, or all ranks."""
 
     step: int
     loss: float
@@ -24,19 +23,18 @@ class StepNumbers:
     norm: float
     seconds: float
     data_s: float
-    tokens: int  # of this rank
+    own_tokens: int
+    tokens: int  # of all ranks
 
 
 class Record:
     """All ranks have one: each tells the launcher, rank 0 writes the files."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, rank: int, ranks: int) -> None:
+    def __init__(self, config: TrainConfig, folder: RunFolder, rank: int) -> None:
         self._writes = rank == 0
-        self._ranks = ranks
         self._path = folder.metrics_file
         self._file: TextIO | None = None  # opened by the first line: a run that resumes replaces the file before it
         self._trackers = open_trackers(config, folder.path) if self._writes else []
-        self._begun = time.monotonic()
         self.seconds: list[float] = []
         self.overlaps: list[float] = []
         self.exposed: list[float] = []
@@ -57,9 +55,9 @@ class Record:
             "step_s": numbers.seconds,
             "data_s": numbers.data_s,
             "exposed_s": exposed,
-            "tokens_per_s": self._ranks * numbers.tokens / numbers.seconds,
+            "tokens_per_s": numbers.tokens / numbers.seconds,
         }
-        tell("step", **line, own_tokens_per_s=numbers.tokens / numbers.seconds)
+        tell("step", **line, own_tokens_per_s=numbers.own_tokens / numbers.seconds)
         self._write(line)
 
     def held_out(self, step: int, loss: float, loss_per_byte: float) -> None:

@@ -9,7 +9,7 @@ from paceline.train.folder import RunFolder
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
 h1{font-size:1.4rem} h2{font-size:1.1rem;margin-top:2rem} table{border-collapse:collapse}
-td{padding:.2rem 1rem .2rem 0;vertical-align:top} td:first-child{color:#666}
+td{padding:.2rem 1rem .2rem 0;vertical-align:top;overflow-wrap:anywhere} td:first-child{color:#666;white-space:nowrap}
 pre{background:#f6f6f4;padding:1rem;overflow:auto;border-radius:.4rem} img{max-width:100%}
 @media(prefers-color-scheme:dark){body{background:#16181c;color:#ddd}pre{background:#22252b}td:first-child{color:#999}}
 """
@@ -56,12 +56,14 @@ def write_report(folder: RunFolder) -> None:
     if folder.picture_file.exists():
         data = base64.b64encode(folder.picture_file.read_bytes()).decode()
         picture = f'<h2>Loss</h2><img alt="loss by step" src="data:image/png;base64,{data}">'
-    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in facts(result))
+    lines = (*facts(result), *((name, str(result[name])) for name in ("date", "machine", "versions")))
+    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in lines)
     sample = f"<h2>A sample</h2><pre>{html.escape(result['sample'])}</pre>" if result["sample"] else ""
     config = f"<h2>Configuration</h2><pre>{html.escape(folder.config_file.read_text())}</pre>"
     title = f"paceline train, {html.escape(folder.path.name)}"
     folder.report_file.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style>'
         f"<h1>{title}</h1><table>{rows}</table>{picture}{sample}{config}</html>\n",
         encoding="utf-8",
     )
@@ -69,8 +71,9 @@ def write_report(folder: RunFolder) -> None:
 
 def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The result as lines for people: the report and the terminal show the same ones."""
+    lanes = f", in {result['lanes']} lanes" if result["lanes"] else ""
     lines = [
-        ("model", f"{result['parameters'] / 1e6:.2f} M parameters on {result['ranks']} rank(s)"),
+        ("model", f"{result['parameters'] / 1e6:.2f} M parameters on {result['ranks']} rank(s){lanes}"),
         ("text", str(result["source"])),
         ("steps", f"{result['steps']}, of which {result['own_steps']} now, in {result['seconds']:.0f} s"),
     ]

@@ -11,7 +11,7 @@ from paceline.train.config import TrainConfig
 from paceline.train.folder import RunFolder
 from paceline.train.model import GPT
 from paceline.train.record import Record
-from paceline.train.text import Sample, Text
+from paceline.train.text import Text
 
 if TYPE_CHECKING:
     import paceline
@@ -28,7 +28,7 @@ class Run:
     net: GPT
     model: Any  # the net in paceline's class, compiled or not
     optimizer: torch.optim.Optimizer
-    loader: "paceline.Loader[Sample]"
+    loader: "paceline.Loader[Any]"  # of micros, or with lanes of lists of them
     checkpoints: "paceline.Checkpointer"
     record: Record
     progress: Progress

@@ -43,7 +43,6 @@ class Text:
     held_out: Windows
     tokenizer: Tokenizer
     source: str
-    tokens: int
     bytes_per_token: float  # of the held-out text
 
 
@@ -58,7 +57,6 @@ def prepare(config: TrainConfig, folder: Path) -> Text:
         held_out=Windows(held_out, context, "held-out"),
         tokenizer=tokenizer,
         source=corpus.source,
-        tokens=len(train),
         bytes_per_token=len(corpus.held_out) / max(1, len(held_out)),
     )
 

@@ -2,9 +2,40 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
-from paceline.bench.spec import ContenderName
 from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class ContenderName:
+    """`name` or `name:key=value:key=value`: a contender, with arguments for what it wraps the model in."""
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "ContenderName":
+        name, *pairs = text.strip().split(":")
+        arguments = []
+        for pair in pairs:
+            key, equals, value = pair.partition("=")
+            if not (equals and key.isidentifier()):
+                raise UsageError(f"expected a contender as name:key=value, got {text!r}")
+            arguments.append((key, _value(value)))
+        return cls(name, tuple(arguments))
+
+
+def _value(text: str) -> Any:
+    words: dict[str, Any] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +52,7 @@ class Contender:
     launcher: str = "plain"  # or "mpiexec"
     task: str = "torch"  # or "tensorflow"
     devices: tuple[str, ...] = ("cpu", "cuda")
+    in_all: bool = True  # whether `all` names it; the parts of one comparison are not peers
 
     def missing(self) -> tuple[str, ...]:
         return tuple(name for name in self.needs if find_spec(name) is None)
@@ -32,6 +64,10 @@ CONTENDERS = {
         Contender("floor", "no synchronisation", "torch_ways", synchronises=False),
         Contender("paceline", "paceline.DistributedDataParallel", "ours"),
         Contender("paceline-torch", 'paceline with transport="torch"', "ours"),
+        Contender("lanes", "paceline with a lane for every micro of every rank", "ours", in_all=False),
+        Contender("lanes-torch", 'the same with transport="torch"', "ours", in_all=False),
+        Contender("agreement", 'paceline, Agreement(state_every=64, not_finite="skip")', "ours", in_all=False),
+        Contender("no-agreement", 'paceline, Agreement(state_every=0, not_finite="keep")', "ours", in_all=False),
         Contender("torch", "torch DDP, gradient_as_bucket_view=True", "torch_ways"),
         Contender("fsdp2", "torch fully_shard", "torch_ways"),
         Contender("replicate", "torch replicate", "torch_ways"),

@@ -1,21 +1,26 @@
 """paceline's own class, through the public API."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import paceline
 from paceline.bench.contenders.trainee import Place, Trainee, all_reduce_alone, all_reduce_bytes, details, update_with
 from paceline.bench.model import build_model, build_optimizer
+from paceline.bench.spec import StepSpec
 from paceline.observe.overlap import read_overlap
+from paceline.replica.agreement import Agreement
+
+CHECKS: dict[str, dict[str, Any]] = {
+    "agreement": {"state_every": 64, "not_finite": "skip"},
+    "no-agreement": {"state_every": 0, "not_finite": "keep"},
+}
 
 
 def build(place: Place) -> Trainee:
     model = build_model(place.spec, place.device)
-    arguments = dict(place.arguments)
-    if place.name == "paceline-torch":
-        arguments["transport"] = "torch"
-    if place.device.type == "cuda":
-        arguments["device_ids"] = [place.device.index]
-    wrapped = paceline.DistributedDataParallel(model, **arguments)
+    in_lanes = place.name.startswith("lanes")
+    wrapped = paceline.DistributedDataParallel(model, **wrapped_with(place))
     update = update_with(place.spec, build_optimizer(place.spec, wrapped))
 
     def observe() -> dict[str, Any]:
@@ -30,7 +35,7 @@ def build(place: Place) -> Trainee:
 
     # On a GPU the host does not learn when a bucket is through, so the trace cannot tell what was hidden.
     from_trace = place.device.type == "cpu" or place.size == 1
-    return Trainee(
+    made = Trainee(
         wrapped,
         update,
         details(model.parameters),
@@ -39,3 +44,25 @@ def build(place: Place) -> Trainee:
         observe=observe,
         communicate=None if from_trace else communicate,
     )
+    if in_lanes:  # which are the mean over all of them by themselves
+        return replace(made, turns=wrapped.lanes, quiet=nullcontext, divides=True)
+    return made
+
+
+def wrapped_with(place: Place) -> dict[str, Any]:
+    """What the model is wrapped with: by the contender's name, and by what was written behind it."""
+    found: dict[str, Any] = {}
+    if place.name.endswith("-torch"):
+        found["transport"] = "torch"
+    if place.name.startswith("lanes"):
+        found |= {"lanes": lanes_of(place.spec), "seed": place.spec.seed}
+    if place.device.type == "cuda":
+        found["device_ids"] = [place.device.index]
+    if place.name in CHECKS:
+        return found | {"agreement": Agreement(**CHECKS[place.name] | place.arguments)}
+    return found | place.arguments
+
+
+def lanes_of(spec: StepSpec) -> int:
+    """As many as there are micros in a step, so that the work is that of the plain mode."""
+    return spec.ranks * spec.accumulate

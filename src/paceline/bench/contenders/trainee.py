@@ -1,6 +1,6 @@
 """What a contender makes of the model: a trainee that the timed loop drives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.bench.model import Batch
 from paceline.bench.spec import StepSpec
 
 
@@ -34,6 +35,7 @@ class Trainee:
     sent_bytes: int  # that a rank sends in one step, by the algorithm
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
     quiet: Callable[[], AbstractContextManager[Any]] = nullcontext  # around every micro but the last
+    turns: Callable[[list[Batch], int], Iterable[Batch]] = lambda batches, _: batches  # goes through a step's micros
     divides: bool = False  # the contender itself divides the loss by the number of micros
     communicate: Callable[[], None] | None = None  # all communication of a step, alone
     observe: Callable[[], dict[str, Any]] = dict  # what the contender knows about its last step

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from paceline.bench.contenders import find_contender
+from paceline.bench.contenders import ContenderName, find_contender
 from paceline.bench.contenders.trainee import Place, Trainee
-from paceline.bench.memory import PeakMemory
 from paceline.bench.model import Batch, build_model, build_optimizer, global_batches, rank_batches
-from paceline.bench.spec import ContenderName, StepSpec
+from paceline.bench.spec import StepSpec
 from paceline.bench.tasks import LineUp
 from paceline.bench.tasks.group import Meeting, choose_device, leave
+from paceline.memory_plan.measured import Peak
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -32,7 +32,7 @@ class StepTask:
         self._module: Any = import_module(f"paceline.bench.contenders.{self._contender.module}")
         self._meeting = Meeting(rank, size)
         self._trainee: Trainee
-        self._memory: PeakMemory
+        self._memory: Peak
         self._start_peak: int | None = None
 
     def meet(self) -> int:
@@ -42,11 +42,7 @@ class StepTask:
         if not self._contender.one_process and self._contender.launcher != "mpiexec":
             self._meeting.form(ports[0], self._device)
         _touch_libraries(self._device)
-        self._synchronize()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        gc.collect()
-        self._memory = PeakMemory()
+        self._memory = Peak(self._device)
         arguments = dict(self._name.arguments)
         place = Place(self._spec, self._name.name, arguments, self._rank, self._size, self._device)
         self._trainee = self._module.build(place)
@@ -74,15 +70,8 @@ class StepTask:
     def _end_of_start(self) -> None:
         """From here on memory is that of training alone, without what building and first steps needed for a moment."""
         if self._start_peak is None:
-            self._start_peak = self._peak()
-            self._memory.forget_peak()
-            if self._device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._device)
-
-    def _peak(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return self._memory.peak()
+            self._start_peak = self._memory.nbytes()
+            self._memory.restart()
 
     def _steps(self, numbers: Sequence[int], line_up: LineUp) -> list[dict[str, float]]:
         """Run steps that are timed together."""
@@ -90,7 +79,7 @@ class StepTask:
         self._synchronize()
         line_up()
         begin = time.perf_counter()
-        trained = [self._train(batch) for batch in batches]
+        trained = [self._train(batch, number) for batch, number in zip(batches, numbers, strict=True)]
         self._synchronize()
         seconds = (time.perf_counter() - begin) / len(numbers)
         found = []
@@ -99,11 +88,11 @@ class StepTask:
             found.append({"seconds": seconds, "loss": float(loss), **phases})
         return found
 
-    def _train(self, batches: list[Batch]) -> tuple[dict[str, list[Any]], torch.Tensor]:
+    def _train(self, batches: list[Batch], number: int) -> tuple[dict[str, list[Any]], torch.Tensor]:
         trainee, micros = self._trainee, len(batches)
         marks: dict[str, list[Any]] = {name: [] for name in PHASES}
         total = torch.zeros((), device=self._device)
-        for index, (x, y) in enumerate(batches):
+        for index, (x, y) in enumerate(trainee.turns(batches, number)):
             with trainee.quiet() if index < micros - 1 else nullcontext():
                 began = self._mark()
                 loss = trainee.forward(x, y)
@@ -151,7 +140,7 @@ class StepTask:
         return time.perf_counter() - begin
 
     def finish(self) -> dict[str, Any]:
-        peak = self._peak()
+        peak = self._memory.nbytes()
         params = self._trainee.params()
         digest = sum(float(param.double().abs().sum()) for param in params) if params else None
         return {"peak_bytes": peak, "start_peak_bytes": self._start_peak, "digest": digest}

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from paceline.bench.memory import PeakMemory
 from paceline.bench.spec import StepSpec
 from paceline.bench.tasks import LineUp
 from paceline.errors import UsageError
+from paceline.memory_plan.measured import Peak
 
 
 class TensorFlowTask:
@@ -24,7 +24,7 @@ class TensorFlowTask:
         self._spec, self._rank, self._size = spec, rank, size
         self._holder = socket.socket()
         self._step: Any
-        self._memory: PeakMemory
+        self._memory: Peak
         self._start_peak: int | None = None
 
     def meet(self) -> int:
@@ -40,7 +40,7 @@ class TensorFlowTask:
         tf.config.threading.set_intra_op_parallelism_threads(self._spec.threads)
         tf.config.threading.set_inter_op_parallelism_threads(2)
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
-        self._memory = PeakMemory()
+        self._memory = Peak("cpu")
         tf.keras.utils.set_random_seed(self._spec.seed)
         with strategy.scope():
             model = self._model()
@@ -68,8 +68,8 @@ class TensorFlowTask:
         if message["what"] == "communicate":
             return {"seconds": None}
         if message["timed"] and self._start_peak is None:
-            self._start_peak = self._memory.peak()
-            self._memory.forget_peak()
+            self._start_peak = self._memory.nbytes()
+            self._memory.restart()
         steps = []
         for number in range(message["first"], message["until"]):
             x, y = self._batch(number)
@@ -86,7 +86,7 @@ class TensorFlowTask:
         return tf.constant(text[:, :-1]), tf.constant(text[:, 1:])
 
     def finish(self) -> dict[str, Any]:
-        return {"peak_bytes": self._memory.peak(), "start_peak_bytes": self._start_peak, "digest": None}
+        return {"peak_bytes": self._memory.nbytes(), "start_peak_bytes": self._start_peak, "digest": None}
 
     def close(self) -> None:
         self._holder.close()
