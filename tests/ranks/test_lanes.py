@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline import Agreement
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
 from paceline.errors import BackwardAborted, UnreducedGradients, UsageError
@@ -108,6 +109,10 @@ def of_branches(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
     model(x[:, :3], "ta" if lane % 2 else "t").sum().backward()
 
 
+def poisoned(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    plain(model, x * float("inf") if (step, lane) == (1, 4) else x, step, lane)
+
+
 BODIES: dict[str, tuple[Body, dict[str, Any]]] = {
     "weighted": (weighted, {"deal": lambda step, lane: draw(10 * step + lane, 2 + (step + lane) % 3, 5)}),
     "several micros in a lane": (accumulated, {}),
@@ -117,6 +122,7 @@ BODIES: dict[str, tuple[Body, dict[str, Any]]] = {
     "fixed plan": (plain, {"bucket_plan": "fixed"}),
     "a static graph": (plain, {"static_graph": True}),
     "bfloat16": (plain, {"make": lambda: mlp(5, 6, 3), "dtype": torch.bfloat16}),
+    "a step that is skipped": (poisoned, {"agreement": Agreement(not_finite="skip")}),
     "float64": (plain, {"dtype": torch.float64}),
 }
 

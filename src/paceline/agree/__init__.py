@@ -2,7 +2,7 @@
 
 from paceline.agree.capsule import Capsule, read_capsule, write_capsule
 from paceline.agree.drift import Drift, Element, TensorDrift, heal, locate
-from paceline.agree.finite import NotFinite, all_finite, first_not_finite
+from paceline.agree.finite import NotFinite, first_not_finite
 from paceline.agree.pieces import Piece
 from paceline.agree.rotation import Rotation
 from paceline.agree.word import StartedWord, start_word, word_of
@@ -16,7 +16,6 @@ __all__ = [
     "Rotation",
     "StartedWord",
     "TensorDrift",
-    "all_finite",
     "first_not_finite",
     "heal",
     "locate",

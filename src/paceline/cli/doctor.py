@@ -59,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     about = "Look at this machine: devices, backends, limits, an all-reduce, and what would be chosen and why."
-    parser = argparse.ArgumentParser("paceline doctor", description=about, allow_abbrev=False)
+    usage = "paceline doctor [--steps N] [--determinism SCRIPT [ARGUMENT …]]"
+    parser = argparse.ArgumentParser("paceline doctor", usage, about, allow_abbrev=False)
     parser.add_argument(
         "--determinism",
         nargs=argparse.REMAINDER,
-        metavar="SCRIPT …",
         help="instead: run a script twice, as `paceline run` does, and say what it computes differently. All that "
         "follows is the script's. Exit code 0: the same bits; 1: not; 2: it cannot be said",
     )

@@ -282,6 +282,7 @@ class Reducer:
             and self.reduction.trivial_alone
             and self.weighting.plain
             and self.lanes is None
+            and not (self.oversight and self.oversight.looks_at_sums)
             and not self.settings.hold
             and not self.set.laid  # once there are buckets, gradients go through them
         )

@@ -110,7 +110,7 @@ class Overseer:
 
     def begin(self, number: int) -> None:
         self._step = number
-        if not self.agreement.state_every:
+        if not self.agreement.state_every or self._transport.alone:
             return
         if self._stale or self._compared % self.agreement.state_every == 0:
             self._renew()

@@ -260,9 +260,9 @@ class DistributedDataParallel(Stepping):
         guard = StepGuard(self._core, self.module, ids, ignored, refuses=self._guard_refuses)
         self.reducer = TorchReducer(self._core)
         self._closing = weakref.finalize(self, _close, self._core, guard)
-        if self._transport.size == 1 and (recording := recording_asked(self.module, lanes)) is not None:
-            if lanes is not None:
-                self._lane_loop.recording = recording
+        recording = recording_asked(self.module, lanes) if self._transport.size == 1 else None
+        if lanes is not None:
+            self._lane_loop.recording = recording
         self._narrow: NarrowParameters | None = None
         if self.mixed_precision is not None:
             config = self.mixed_precision
@@ -274,7 +274,7 @@ class DistributedDataParallel(Stepping):
             cast_buffers(self.module, config.buffer_dtype, self.parameters_to_ignore)
 
     def _overseer(self) -> Overseer | None:
-        if self._agreement is None or self._transport.alone:
+        if self._agreement is None or (self._transport.alone and self._agreement.not_finite == "keep"):
             return None
         params = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         buffers = self._lane_loop.buffers if self._lane_count is not None else None

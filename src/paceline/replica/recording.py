@@ -9,7 +9,7 @@ process ends when the steps that were asked for have been made.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -56,9 +56,8 @@ class Recording:
         module: nn.Module,
         lanes: Lanes | None,
         steps: int,
-        end: Callable[[], None] = end_process,
     ) -> None:
-        self._file, self._module, self._lanes, self._steps, self._end = file, module, lanes, steps, end
+        self._file, self._module, self._lanes, self._steps = file, module, lanes, steps
         self._begun = 0
         self._step = -1
         known = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -75,7 +74,7 @@ class Recording:
         """A step begins; where there are no lanes, that is a forward whose backward may follow."""
         if self._begun == self._steps:
             self._write("complete")
-            self._end()
+            end_process()
         if not self._begun:
             self._write("settings", settings=kernel_settings(next(self._module.parameters()).device))
         self._begun, self._step = self._begun + 1, step

@@ -4,6 +4,7 @@ from collections.abc import Generator, Sequence
 from functools import cache
 
 import torch
+from torch.nn.functional import pad
 
 from paceline.collectives.api import Op, Transport, Work
 from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
@@ -54,10 +55,12 @@ class LaneSum:
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
         flat, blocks = bucket.buffer(), bucket.blocks()
         self._check(bucket, transport)
-        if transport.size > 1 and self._in_one(transport, flat.device):
+        if transport.size == 1 and len(blocks) > 1:
+            flat.copy_(tree_sum_of_blocks(dict(blocks), self._lanes))
+        if transport.size == 1 or self._in_one(transport, flat.device):
             return Flight(transport.all_reduce(flat, Op.TREE))
         steps = _reduce(flat, blocks, self._lanes, transport)
-        if transport.size > 1 and _queues(transport, flat.device):
+        if _queues(transport, flat.device):
             return Flight(self._side.run(steps, flat.device, uses=[flat, *(part for _, part in blocks)]))
         return Flight(SteppedWork(steps))
 
@@ -105,25 +108,20 @@ def _is_tree_of_ranks(lanes: int, size: int) -> bool:
 def _reduce(flat: torch.Tensor, blocks: Sequence[LaneBlock], lanes: int, transport: Transport) -> Steps:
     """Leave the sum of all blocks of all ranks in `flat`, which is the last of this rank's blocks."""
     size = transport.size
-    if size == 1:
-        if len(blocks) > 1:
-            flat.copy_(tree_sum_of_blocks(dict(blocks), lanes))
-        return
     cut = _cut(lanes, size)
     # Who has fewer blocks than others sends one again, and nobody adds it.
     sent = [part for _, part in blocks] + [flat] * (max(map(len, cut)) - len(blocks))
     body = flat.numel() // size * size
-    rest: torch.Tensor | None = None
-    if body < flat.numel():  # fewer elements than there are ranks
-        ends = torch.stack([part[body:] for part in sent])
-        gathered = ends.new_empty(size, *ends.shape)
-        yield transport.all_gather(gathered, ends)
-        rest = tree_sum_of_blocks(_by_block(gathered.unbind(1), cut), lanes)
+    over = flat.numel() - body
+    rest = flat.new_empty(size)
+    if over:  # fewer elements than there are ranks
+        own = yield from _own_slice([pad(part[body:], (0, size - over)) for part in sent], cut, lanes, transport)
+        yield transport.all_gather(rest, own)
     if body:
         own = yield from _own_slice([part[:body] for part in sent], cut, lanes, transport)
         yield transport.all_gather(flat[:body], own)
-    if rest is not None:
-        flat[body:] = rest
+    if over:
+        flat[body:] = rest[:over]
 
 
 def _own_slice(
