@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.agree import all_finite, first_not_finite
+from paceline.agree import first_not_finite
+from paceline.collectives.finite import all_finite
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2]
 
