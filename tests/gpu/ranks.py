@@ -1,7 +1,9 @@
 """Several NCCL ranks on one GPU: each takes itself for a host of its own, so NCCL talks over sockets."""
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,3 +22,15 @@ def on_nccl(rank: int, size: int, store: str, backend: str, check: Check, *args:
         torch.cuda.synchronize()
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    """Inside, whatever makes the host wait for the device raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

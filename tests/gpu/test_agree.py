@@ -1,11 +1,15 @@
 """Words of tensors on a device: the same as on the host, and nobody waits for them."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from paceline.agree import start_word, word_of
+from tests.gpu.ranks import nobody_waits
 
 
-def test_a_word_is_the_same_as_on_the_host() -> None:
+def same_as_on_the_host(rank: int, size: int) -> None:
     tensors = [torch.randn(3, 5), torch.randn(3_000_001).bfloat16(), torch.tensor(True), torch.randn(70, 300).t()]
     for tensor in tensors:
         assert word_of([tensor.cuda()]) == word_of([tensor])
@@ -14,18 +18,20 @@ def test_a_word_is_the_same_as_on_the_host() -> None:
     assert word_of([*(tensor.cuda() for tensor in tensors), step]) != word_of([*(t.cuda() for t in tensors), step + 1])
 
 
-def test_the_host_does_not_wait() -> None:
+def not_waited_for(rank: int, size: int) -> None:
     large = torch.ones(1 << 24, device="cuda")
     tensors = [large, *large[:64].split(8)]
     expected = word_of(tensors)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nobody_waits():
         torch.cuda._sleep(200_000_000)
         started = start_word(tensors)
         assert not started.done()
         large.zero_()  # behind it on the stream
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert started.word() == expected != word_of(tensors)
     assert started.done()
+
+
+@pytest.mark.parametrize("check", [same_as_on_the_host, not_waited_for])
+def test_words_on_a_device(procs: Any, check: Any) -> None:
+    procs(1).run(check, group=False)

@@ -55,22 +55,21 @@ def drifts(rank: int, size: int) -> None:
     model: Any = DDP(net(), agreement=Agreement(state_every=2, not_finite="skip"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def step(poison: float = 1.0) -> None:
-        model(draw(rank, 16, 64).cuda() * poison).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def step(poison: float = 1.0, times: int = 1) -> None:
+        for _ in range(times):
+            model(draw(rank, 16, 64).cuda() * poison).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     step()
     before = model.module[0].weight.detach().clone()
     step(float("inf") if rank == 1 else 1.0)
     assert torch.equal(model.module[0].weight, before), "the step was skipped"
-    for _ in range(3):
-        step()
+    step(times=3)
     if rank == 1:
         model.module[3].weight.data.view(-1).view(torch.int32)[77] ^= 1 << 18
     with pytest.raises(ReplicaDrift, match="3.weight"):
-        for _ in range(3):
-            step()
+        step(times=3)
     dist.barrier()
 
 
