@@ -228,6 +228,7 @@ def test_lanes_are_judged_by_what_is_allowed() -> None:
     rows = {line.split()[0]: line for line in render(lanes_tables(made)[0]).splitlines() if line.strip()}
     assert "3.00 of 3 met" in rows["local"]
     assert "1.125" in rows["shm"] and "1.05 NOT met" in rows["shm"] and "1.15 met" in rows["torch"]
+    assert "0.00 of 0 met" in rows["shm"] and rows["torch"].endswith("0.00 of 0"), "gloo's memory is not ours"
     assert exit_code(made) == 0
     made.points[1].contenders[0].state = "failed"
     assert exit_code(made) == 1

@@ -25,6 +25,7 @@ class RunFolder:
         self.report_file = path / "report.html"
         self.weights_file = path / "weights.safetensors"
         self.checkpoints = path / "checkpoints"
+        self.capsules = path / "capsules"  # of steps that went wrong
         self._held: TextIO | None = None
 
     @classmethod

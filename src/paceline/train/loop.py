@@ -176,7 +176,9 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
         transport=config.transport,
         lanes=config.lanes or None,
         seed=config.seed,
-        agreement=paceline.Agreement(state_every=config.check_every, drift=config.on_drift, not_finite="skip"),
+        agreement=paceline.Agreement(
+            state_every=config.check_every, drift=config.on_drift, not_finite="skip", capsules=folder.capsules
+        ),
     )
     parameters = sum(param.numel() for param in net.parameters())
     where = {"ranks": world.size, "lanes": config.lanes, "device": str(world.device)}

@@ -1,0 +1,108 @@
+"""The trainer in lanes: one digest and one series of losses, whatever the world, the transport or the resumes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline.errors import NotFiniteGradients
+from paceline.train.__main__ import code_of
+from paceline.train.checkpoints import resume, save
+from paceline.train.config import NOT_FINITE_EXIT, TrainConfig
+from paceline.train.folder import RunFolder
+from paceline.train.loop import build, run_rank
+from paceline.train.text import prepare
+from tests.pool import Outcome, Pool
+
+CONFIG = TrainConfig(
+    size="nano",
+    layers=1,
+    context=16,
+    steps=6,
+    decay_steps=6,
+    warmup=2,
+    batch=1,
+    accumulate=2,
+    dropout=0.2,
+    seed=7,
+    eval_every=3,
+    eval_samples=5,
+    save_every=0,
+    sample=0,
+    device="cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("text") / "corpus.txt"
+    file.write_text("".join(f"{n} plus {n} is {n + n}.\n" for n in range(800)))
+    return str(file)
+
+
+def run_in_pool(rank: int, size: int, out: str) -> None:
+    folder = RunFolder(Path(out))
+    run_rank(folder.config(), folder)
+
+
+def started(procs: Pool, size: int, config: TrainConfig) -> tuple[RunFolder, list[Outcome]]:
+    """What `paceline train` does, with ranks from the pool."""
+    folder = RunFolder.prepare(replace(config, ranks=size))
+    folder.release()
+    return folder, procs(size).attempt(run_in_pool, str(folder.path))
+
+
+def trained(procs: Pool, size: int, config: TrainConfig) -> tuple[str, list[Any]]:
+    """The digest, and every loss that was written."""
+    folder, outcomes = started(procs, size, config)
+    assert all(outcome.ok for outcome in outcomes), outcomes
+    assert (folder.result()["ranks"], folder.result()["lanes"]) == (size, config.lanes)
+    return folder.result()["digest"], [(m["step"], m.get("loss"), m.get("held_out")) for m in folder.metrics()]
+
+
+@pytest.mark.timeout(120)
+def test_every_world_and_every_resume_gives_the_same_bits(procs: Pool, text: str, tmp_path: Path) -> None:
+    config = replace(CONFIG, data=text)
+    found = {
+        (size, transport): trained(
+            procs, size, replace(config, transport=transport, out=str(tmp_path / f"{size}{transport}"))
+        )
+        for size, transport in ((1, "auto"), (2, "shm"), (3, "shm"), (2, "torch"))
+    }
+    half = replace(config, out=str(tmp_path / "resumed"))
+    assert len(trained(procs, 2, replace(half, steps=3))[1]) == 4  # three steps and an evaluation
+    found[3, "resumed"] = trained(procs, 3, half)
+    alone = found[1, "auto"]
+    assert [step for step, loss, _ in alone[1] if loss is not None] == [1, 2, 3, 4, 5, 6]
+    assert all(run == alone for run in found.values()), found
+
+
+def poison(rank: int, size: int, out: str) -> None:
+    """Save a checkpoint whose gradients cannot be finite."""
+    folder = RunFolder(Path(out))
+    config = folder.config()
+    run = build(config, folder, paceline.init(device="cpu"), prepare(config, folder.path))
+    resume(run)
+    with torch.no_grad():
+        run.net.norm.weight[0] = float("nan")
+    run.step += 1
+    save(run)
+    run.checkpoints.wait()
+
+
+@pytest.mark.timeout(120)
+def test_gradients_that_stay_not_finite_end_the_run_after_a_checkpoint(procs: Pool, text: str, tmp_path: Path) -> None:
+    config = replace(CONFIG, data=text, out=str(tmp_path / "run"), steps=40, eval_every=0)
+    trained(procs, 2, replace(config, steps=1))
+    procs(2).run(poison, config.out)
+    folder, outcomes = started(procs, 2, config)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, NotFiniteGradients), outcome
+        assert "in the last 10 steps" in str(outcome.error) and "Step 11 is saved in" in str(outcome.error)
+        assert code_of(outcome.error) == NOT_FINITE_EXIT
+    assert (folder.checkpoints / "step-00000011").is_dir()
+    assert len(list(folder.capsules.glob("*not-finite*"))) == 10
+    assert [line["loss"] for line in folder.metrics() if line["step"] > 2] == [None] * 9
