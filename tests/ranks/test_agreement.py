@@ -264,6 +264,16 @@ def test_a_capsule_holds_the_step_and_the_batches_of_all_ranks(lanes: int | None
         assert torch.equal(capsule.others[0]["batch"][0][1], draw(200, 6, 5))
 
 
+def test_a_capsule_of_drift_tells_the_tensors_of_all_ranks_apart(tmp_path: Path) -> None:
+    run(lambda transport: drifted(transport, capsules=tmp_path, about={"made of": "clay"}), 3)
+    (file,) = tmp_path.iterdir()
+    capsule = read_capsule(file)
+    assert (capsule.kind, capsule.ranks, capsule.settings["made of"]) == ("divergence", (1,), "clay")
+    first, odd, last = capsule.settings["words"]["first.weight"]
+    assert first == last != odd
+    assert len(set(capsule.settings["words"]["last.bias"])) == 1
+
+
 def test_a_forward_that_raises_leaves_a_capsule(tmp_path: Path) -> None:
     def body(transport: Transport) -> None:
         session = Session(transport, capsules=tmp_path)

@@ -303,7 +303,7 @@ class Reducer:
                     self._finish_alone(backward)
             elif backward.reduces:
                 if not backward.delivered:  # the loss touched no parameter, but the other ranks wait
-                    self._begin(backward)
+                    self.begin_reduction() if self.lanes is None else self._begin(backward)
                 self.finish() if self.lanes is None else lane_step.close(self)
             elif self.on_finished is not None and backward.delivered:
                 self.on_finished()

@@ -3,9 +3,10 @@
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -41,6 +42,7 @@ class Agreement:
         patience: after so many steps in a row that were skipped, raise.
         capsules: a folder for failure capsules. What the step was given is written there when replicas drift, a
             gradient is not finite, or forward raises; `paceline replay FILE` runs it again.
+        about: more to write into capsules, such as what the model was built from: plain values and tensors.
     """
 
     state_every: int = 64
@@ -49,6 +51,7 @@ class Agreement:
     not_finite: str = "keep"
     patience: int = 10
     capsules: str | Path | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
@@ -62,9 +65,8 @@ class Agreement:
                 raise UsageError(f"Agreement({name}={value!r}): expected a whole number of at least {least}")
 
     def describe(self) -> str:
-        return ", ".join(
-            f"{item.name}={getattr(self, item.name)!r}" for item in fields(self) if item.name != "capsules"
-        )
+        names = (item.name for item in fields(self) if item.name not in ("capsules", "about"))
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 class Overseer:

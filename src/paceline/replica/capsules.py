@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 from paceline.agree.capsule import Capsule, Kind, capsule_bytes, capsule_from, write_capsule
+from paceline.agree.word import word_of
 from paceline.collectives.api import Transport
 from paceline.collectives.wait import finish
 from paceline.kernels import kernel_settings
 from paceline.randomness import rng_state
 from paceline.reducer.reducer import Reducer
+from paceline.replica.agreement import Agreement
+from paceline.replica.lane_buffers import LaneBuffers
 
 logger = logging.getLogger("paceline")
 
@@ -29,13 +32,23 @@ GATHERED_BYTES = 1 << 30  # batches of all ranks are put together up to this siz
 class CapsuleWriter:
     """Keeps what the current step was given, and writes it down when something goes wrong."""
 
-    def __init__(self, folder: Path, core: Reducer, module: nn.Module, seed: int, device: torch.device) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        agreement: Agreement,
+        core: Reducer,
+        module: nn.Module,
+        seed: int,
+        device: torch.device,
+        buffers: LaneBuffers | None,
+    ) -> None:
+        assert agreement.capsules is not None
+        self._folder = Path(agreement.capsules)
+        self._about = agreement.about
+        self._buffers = buffers
         self._core = core
         self._module = module
         self._seed = seed
         self._device = device
-        self.about: dict[str, Any] = {}  # more that a replay needs, such as what the model was built from
         self._step = 0
         self._batch: Any = None
         self._rng: dict[str, Any] | None = None
@@ -52,12 +65,22 @@ class CapsuleWriter:
     def on_finding(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
         """All ranks call it, in the same step."""
         transport = self._core.transport
-        gathered = _gather(capsule_bytes(self._own(kind, text, ranks)), transport, self._core.settings.timeout_s)
+        own = self._own(kind, text, ranks)
+        if kind == "divergence":
+            words = {name: word_of([value]) for name, value in self._state().items()}
+            own = replace(own, settings={**own.settings, "words": words})
+        gathered = _gather(capsule_bytes(own), transport, self._core.settings.timeout_s)
         if transport.rank != (ranks[0] if ranks else 0):
             return
-        parts = [capsule_from(raw) for rank, raw in enumerate(gathered or []) if rank != transport.rank]
-        others = tuple({"rank": p.rank, "lanes": p.lanes, "batch": p.batch, "rng": p.rng} for p in parts)
-        self._write(replace(self._own(kind, text, ranks, state=True), others=others))
+        parts = [capsule_from(raw) for raw in gathered or []]
+        others = tuple(
+            {"rank": p.rank, "lanes": p.lanes, "batch": p.batch, "rng": p.rng} for p in parts if p.rank != own.rank
+        )
+        capsule = replace(self._own(kind, text, ranks, state=True), others=others)
+        if kind == "divergence" and parts:
+            by_tensor = {name: [p.settings["words"][name] for p in parts] for name in parts[0].settings["words"]}
+            capsule = replace(capsule, settings={**capsule.settings, "words": by_tensor})
+        self._write(capsule)
 
     def on_crash(self, error: BaseException) -> None:
         """This rank is about to end."""
@@ -76,16 +99,21 @@ class CapsuleWriter:
             world_size=core.transport.size,
             lanes=() if core.lanes is None else tuple(core.lanes.mine),
             seed=self._seed,
-            settings={"kernels": kernel_settings(self._device), **self.about},
+            settings={"kernels": kernel_settings(self._device), **self._about},
             rng=self._rng,
             batch=self._batch,
-            state=self._module.state_dict() if state else {},
+            state=self._state() if state else {},
             collectives=tuple(
                 f"{stamp.moment.value} of backward {stamp.backward}"
                 + (f", bucket {stamp.bucket}" * (stamp.bucket >= 0))
                 for stamp in core.trace.stamps()[-KEPT_STAMPS:]
             ),
         )
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers as the step found them."""
+        before = {} if self._buffers is None else dict(self._buffers.before())
+        return {name: before.get(name, value) for name, value in self._module.state_dict().items()}
 
     def _write(self, capsule: Capsule) -> None:
         path = self._folder / f"step-{capsule.step:08d}-{capsule.kind}-rank-{capsule.rank}.capsule"

@@ -3,7 +3,6 @@
 import sys
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -253,8 +252,7 @@ class DistributedDataParallel(Stepping):
         self._core = Reducer(managed.params, layout, self._transport, self._reduction, self._settings, lanes)
         if lanes is not None:
             self._lane_loop = LaneLoop(self._core, self.module, self.parameters_to_ignore, self._seed, self.device)
-        self._capsules: CapsuleWriter | None = None
-        self._core.oversight = self._overseer()
+        self._oversee()
         ids = frozenset(id(p) for p in managed.params)
         ignored = frozenset(self.parameters_to_ignore)
         guard = StepGuard(self._core, self.module, ids, ignored, refuses=self._guard_refuses)
@@ -273,19 +271,22 @@ class DistributedDataParallel(Stepping):
             weakref.finalize(self, _remove, hooks)
             cast_buffers(self.module, config.buffer_dtype, self.parameters_to_ignore)
 
-    def _overseer(self) -> Overseer | None:
-        if self._agreement is None or (self._transport.alone and self._agreement.not_finite == "keep"):
-            return None
-        params = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+    def _oversee(self) -> None:
+        """Have capsules and an oversight, as far as they were asked for and there is anything to look after."""
+        agreement, core = self._agreement, self._core
+        self._capsules: CapsuleWriter | None = None
         buffers = self._lane_loop.buffers if self._lane_count is not None else None
-        overseer = Overseer(self._agreement, params, self._transport, self._settings.timeout_s, buffers)
-        if self._agreement.capsules is not None:
-            folder = Path(self._agreement.capsules)
-            self._capsules = CapsuleWriter(folder, self._core, self.module, self._seed, self.device)
-            overseer.on_finding = self._capsules.on_finding
+        if agreement is None:
+            return
+        if agreement.capsules is not None:
+            self._capsules = CapsuleWriter(agreement, core, self.module, self._seed, self.device, buffers)
             if self._lane_count is not None:
                 self._lane_loop.capsules = self._capsules
-        return overseer
+        if not self._transport.alone or agreement.not_finite != "keep":
+            params = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+            overseer = Overseer(agreement, params, self._transport, self._settings.timeout_s, buffers)
+            overseer.on_finding = None if self._capsules is None else self._capsules.on_finding
+            core.oversight = overseer
 
     def _first_order(self) -> list[int]:
         """Backward visits parameters in about the reverse order of registration; delayed ones come last."""
