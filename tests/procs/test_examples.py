@@ -49,9 +49,8 @@ def test_the_same_script_under_every_launcher(launcher: tuple[str, ...], tmp_pat
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_lanes_print_one_digest_whatever_the_world(tmp_path: Path) -> None:
-    three = (*PACELINE[:-1], "3")
-    said = [run(launcher, "lanes.py", tmp_path).partition(" rank(s) ") for launcher in (ALONE, three)]
-    assert [ranks[-1] for ranks, _, _ in said] == ["1", "3"]
+    said = [run(launcher, "lanes.py", tmp_path).partition(" rank(s) ") for launcher in (ALONE, PACELINE)]
+    assert [ranks[-1] for ranks, _, _ in said] == ["1", "2"]
     assert said[0][2] == said[1][2] and "digest" in said[0][2]
 
 

@@ -71,7 +71,7 @@ class TrainConfig:
     width: int = option(0, "instead of the size's own")
     heads: int = option(0, "instead of the size's own")
     context: int = option(0, "tokens of one sample, instead of the size's own")
-    steps: int = option(700, "optimizer steps")
+    steps: int = option(640, "optimizer steps")
     lanes: int = option(8, "parts of a global batch; any number of ranks up to it gives the same bits; 0: one per rank")
     batch: int = option(2, "samples of one micro of one lane, or of one rank without lanes")
     accumulate: int = option(1, "micros of one lane in one step")

@@ -10,6 +10,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -177,7 +178,11 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
         lanes=config.lanes or None,
         seed=config.seed,
         agreement=paceline.Agreement(
-            state_every=config.check_every, drift=config.on_drift, not_finite="skip", capsules=folder.capsules
+            state_every=config.check_every,
+            drift=config.on_drift,
+            not_finite="skip",
+            capsules=folder.capsules,
+            about={"train": asdict(config)},
         ),
     )
     parameters = sum(param.numel() for param in net.parameters())
