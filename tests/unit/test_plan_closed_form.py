@@ -5,13 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.memory_plan.assemble import largest_that
 from paceline.memory_plan.closed_form import guess, plan_params, usual_heads
 from paceline.memory_plan.measured import against, compare
-from paceline.memory_plan.numbers import parse_bytes, parse_count, parse_list, show_bytes
+from paceline.memory_plan.numbers import lane_copies, parse_bytes, parse_count, parse_list, show_bytes
 from paceline.memory_plan.states import OPTIMIZERS, PRECISIONS, PlanError, convention
 from paceline.memory_plan.value import MemoryPlan, Traffic
+from paceline.reducer.lanes import Lanes
 
 GIB = 2**30
 
@@ -212,3 +214,24 @@ def test_plan_against_measured() -> None:
         plan.at(3)
     with pytest.raises(PlanError, match="device_bytes"):
         plan.fits()
+
+
+@pytest.mark.parametrize(("lanes", "ranks"), [(8, 1), (8, 2), (8, 3), (8, 8), (6, 1), (7, 2), (64, 3), (1, 1)])
+def test_sums_of_lanes_are_planned_as_they_are_folded(lanes: int, ranks: int) -> None:
+    held = 0
+    for rank in range(ranks):
+        folds = Lanes(lanes, rank, ranks)
+        for lane in folds.mine:
+            folds.open(lane)
+            if lane != folds.mine[-1]:
+                folds.fold(0, torch.zeros(1))
+            folds.close(1.0)
+            held = max(held, len(folds._sums.get(0, ())))
+    assert lane_copies(lanes, ranks) == held
+    plain, planned = (gpt2(ranks=ranks, lanes=given).total for given in (None, lanes))
+    assert planned - plain >= held * 4 * 124e6
+
+
+def test_fewer_lanes_than_ranks_cannot_be_planned() -> None:
+    with pytest.raises(PlanError, match="lanes=2: expected at least one for each of 4 ranks"):
+        gpt2(ranks=[1, 4], lanes=2)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 from paceline.bench.contenders import CONTENDERS
 from paceline.errors import UsageError
 from paceline.memory_plan.numbers import parse_list
-from paceline.memory_plan.settings import option
+from paceline.option import option
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.memory_plan.numbers import lane_copies
 from paceline.memory_plan.states import optimizer_of, precision_of
 from paceline.memory_plan.timeline import GRADIENTS, Height
 from paceline.memory_plan.value import Line, Moment, RankPlan, Traffic
@@ -54,6 +55,7 @@ class Wish:
     device_bytes: int | None = None
     link_bytes_per_s: float | None = None
     backward_s: float | None = None
+    lanes: int | None = None
 
 
 CourseAt = Callable[[int | None], Course | None]
@@ -71,24 +73,27 @@ def _rank_plan(stock: Stock, course_at: CourseAt, wish: Wish, ranks: int) -> Ran
         room = wish.device_bytes - sum(line.nbytes for line in _outside(stock.device, ranks))
 
         def fits(batch: int) -> bool:
-            there = max(moment.total for moment in moments(stock, course_at(batch), wish.accumulate, ranks))
+            there = max(moment.total for moment in moments(stock, course_at(batch), wish, ranks))
             return there <= room
 
         largest = largest_that(fits)
     return RankPlan(
         ranks,
-        moments(stock, course, wish.accumulate, ranks),
+        moments(stock, course, wish, ranks),
         _outside(stock.device, ranks),
         _traffic(stock, wish, ranks),
         largest,
     )
 
 
-def moments(stock: Stock, course: Course | None, accumulate: int, ranks: int) -> tuple[Moment, ...]:
+def moments(stock: Stock, course: Course | None, wish: Wish, ranks: int) -> tuple[Moment, ...]:
     """The points of a step at which memory may be highest."""
-    held = (stock.gradients, stock.padding) if ranks > 1 else (stock.gradients,)
+    buckets = ranks > 1 or wish.lanes is not None
+    copies = lane_copies(wish.lanes, ranks) if wish.lanes is not None else 0
+    sums = Line("sums of lanes", copies * stock.gradients.nbytes, f"{copies} × gradients: of the lanes before")
+    held = (stock.gradients, stock.padding, *_present(sums)) if buckets else (stock.gradients,)
     # Buckets are made once and lie apart; gradients that autograd makes come from malloc, again and again.
-    scattered = 0 if ranks > 1 else int(stock.heap_share * stock.gradients.nbytes)
+    scattered = 0 if buckets else int(stock.heap_share * stock.gradients.nbytes)
     inputs = (course.inputs,) if course is not None else ()
     beside = _beside(stock, scattered + int(stock.heap_share * sum(line.nbytes for line in stock.update)))
     parameters, rest = stock.always[0], _present(*stock.always[1:])
@@ -97,7 +102,7 @@ def moments(stock: Stock, course: Course | None, accumulate: int, ranks: int) ->
     )
     if course is None:
         return (update,)
-    steady = ranks > 1 or accumulate > 1
+    steady = buckets or wish.accumulate > 1
     found = []
     for name, height in course.steady if steady else course.fresh:
         moving = dict(height.by_kind)

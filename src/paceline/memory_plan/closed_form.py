@@ -68,6 +68,7 @@ def plan_params(
     dtype: str = "float32",
     ranks: int | Sequence[int] = 1,
     accumulate: int = 1,
+    lanes: int | None = None,
     foreach: bool | None = None,
     fused: bool | None = None,
     device: str = "cuda",
@@ -79,9 +80,9 @@ def plan_params(
     """Plan a transformer that is known by its numbers only.
 
     `layers`, `width` and `heads` are guessed from `params` where they are not given, and the plan says so. `batch` is
-    that of one micro of one rank. `link_gbit` is the speed of a rank's link in Gbit/s; `tflops` is what a rank really
-    computes per second, or `backward_s` how long its backward takes: with both, the plan tells how much of the
-    communication stays exposed.
+    that of one micro of one rank, and `lanes` as DistributedDataParallel was told. `link_gbit` is the speed of a rank's
+    link in Gbit/s; `tflops` is what a rank really computes per second, or `backward_s` how long its backward takes:
+    with both, the plan tells how much of the communication stays exposed.
     """
     if device not in DEVICES:
         raise PlanError(f"device={device!r}: expected one of {', '.join(DEVICES)}")
@@ -92,7 +93,7 @@ def plan_params(
     if backward_s is None and require_positive("tflops", tflops) is not None:
         assert tflops is not None
         backward_s = backward_flops(shape, batch) / (tflops * 1e12)
-    wish = make_wish(ranks, accumulate, device_bytes, link_gbit, backward_s)
+    wish = make_wish(ranks, accumulate, device_bytes, link_gbit, backward_s, lanes)
     count = shape.params
     always = (
         Line("parameters", precision.parameter * count, times(precision.parameter, count)),
@@ -209,6 +210,7 @@ def make_wish(
     device_bytes: int | None,
     link_gbit: float | None,
     backward_s: float | None,
+    lanes: int | None = None,
 ) -> Wish:
     """What was asked for beside the model, checked."""
     speed = require_positive("link_gbit", link_gbit)
@@ -218,6 +220,7 @@ def make_wish(
         None if device_bytes is None else require_count("device_bytes", device_bytes),
         None if speed is None else speed * 1e9 / 8,
         require_positive("backward_s", backward_s),
+        None if lanes is None else require_count("lanes", lanes),
     )
 
 

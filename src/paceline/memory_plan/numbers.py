@@ -46,6 +46,23 @@ def require_count(field: str, value: Any) -> int:
     return int(value)
 
 
+def lane_copies(lanes: int, ranks: int) -> int:
+    """How many sums of earlier lanes a rank holds at most: as `reducer.lanes` folds them."""
+    if lanes < ranks:
+        raise PlanError(f"lanes={lanes}: expected at least one for each of {ranks} ranks")
+    most = 0
+    for rank in range(ranks):
+        held: list[tuple[int, int]] = []
+        for lane in range(-(-lanes * rank // ranks), -(-lanes * (rank + 1) // ranks)):
+            most = max(most, len(held))
+            first, width = lane, 1
+            while held and held[-1] == (first - width, width) and first % (2 * width):
+                held.pop()
+                first, width = first - width, 2 * width
+            held.append((first, width))
+    return most
+
+
 def require_positive(field: str, value: float | None) -> float | None:
     """A number above zero, or None for unknown."""
     if value is None:

@@ -37,6 +37,7 @@ def plan(
     dtype: str | None = None,
     ranks: int | Sequence[int] = 1,
     accumulate: int = 1,
+    lanes: int | None = None,
     foreach: bool | None = None,
     fused: bool | None = None,
     loss: Loss | None = None,
@@ -55,6 +56,7 @@ def plan(
         dtype: "float32", "bf16" (autocast), "bf16-master" or "bf16-pure"; by default what the parameters have.
         ranks: one size of the world, or several.
         accumulate: micros of one step.
+        lanes: as DistributedDataParallel was told.
         foreach, fused: as the optimizer was told; by default torch's own choice.
         loss: where the model does not return its loss: loss(model(*batch[:-1]), batch[-1]).
         device: "cpu" or "cuda"; by default where the parameters are.
@@ -68,7 +70,7 @@ def plan(
     place = _device_of(device, params[0][1])
     word = dtype if dtype is not None else _dtype_word(params[0][1])
     precision, (name, way, group) = precision_of(word), _optimizer(optimizer, place, foreach, fused)
-    wish = make_wish(ranks, accumulate, device_bytes, link_gbit, backward_s)
+    wish = make_wish(ranks, accumulate, device_bytes, link_gbit, backward_s, lanes)
     cast = None if dtype is None else (torch.float32 if precision.parameter == 4 else torch.bfloat16)
     stock = _stock(model, params, place, word, name, way, group, cast)
     notes: list[str] = []

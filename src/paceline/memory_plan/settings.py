@@ -1,12 +1,12 @@
 """What `paceline plan` can be told. Needs no torch."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from paceline.memory_plan.closed_form import DEVICES, plan_params
 from paceline.memory_plan.numbers import parse_bytes, parse_count, parse_list
 from paceline.memory_plan.states import OPTIMIZERS, PRECISIONS, PlanError
 from paceline.memory_plan.value import MemoryPlan
+from paceline.option import option
 
 UPDATES: dict[str, dict[str, bool | None]] = {
     "auto": {"foreach": None, "fused": None},
@@ -14,11 +14,6 @@ UPDATES: dict[str, dict[str, bool | None]] = {
     "fused": {"foreach": None, "fused": True},
     "loop": {"foreach": False, "fused": False},
 }
-
-
-def option(default: Any, about: str) -> Any:
-    """A field that command lines show with the text `about`."""
-    return field(default=default, metadata={"about": about})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +33,7 @@ class PlanSettings:
     untied: bool = option(False, "the head has a matrix of its own")
     checkpointing: bool = option(False, "blocks are recomputed in backward instead of kept")
     accumulate: int = option(1, "micros of one step")
+    lanes: int | None = option(None, "lanes of a global batch, for the same bits on any number of ranks")
     update: str = option("auto", f"how the optimizer updates: {', '.join(UPDATES)}")
     device: str = option("cuda", f"one of {', '.join(DEVICES)}")
     device_memory: str | None = option(
@@ -64,6 +60,7 @@ class PlanSettings:
             dtype=self.dtype,
             ranks=parse_list("ranks", self.ranks),
             accumulate=self.accumulate,
+            lanes=self.lanes,
             device=self.device,
             device_bytes=None if self.device_memory is None else parse_bytes("device_memory", self.device_memory),
             link_gbit=self.link_gbit,

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.collectives.tree import lanes_of
 from paceline.memory_plan.closed_form import plan_params
 from paceline.memory_plan.measured import Peak
 from paceline.tell import tell
@@ -68,7 +67,8 @@ def planned_bytes(net: nn.Module, config: TrainConfig, text: Text, world: paceli
         heads=shape.heads,
         dtype=config.dtype,
         ranks=world.size,
-        accumulate=config.accumulate * max(1, len(lanes_of(world.rank, world.size, config.lanes))),
+        accumulate=config.accumulate,
+        lanes=config.lanes or None,
         fused=True,
         checkpointing=config.checkpointing,
         device=world.device.type,

@@ -2,11 +2,12 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.errors import UsageError
+from paceline.option import option
 from paceline.train.sizes import SIZES, Shape
 
 CHOICES = {
@@ -48,10 +49,6 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "check_every": (0, None),
 }
 NOT_FINITE_EXIT = 3  # gradients were not finite in too many steps in a row
-
-
-def option(default: Any, about: str) -> Any:
-    return field(default=default, metadata={"about": about})
 
 
 class ConfigError(UsageError):
