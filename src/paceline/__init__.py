@@ -1,7 +1,7 @@
 """paceline: data-parallel training for PyTorch."""
 
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ def __getattr__(name: str) -> Any:
         value = globals()[name] = getattr(import_module(f"paceline.{_HOMES[name]}"), name)
         return value
     if name == "__version__":
-        return version("paceline")
+        try:
+            return version("paceline")
+        except PackageNotFoundError:  # run from the sources, where nothing could be installed
+            return "0+sources"
     if name in _FOLDERS:
         return import_module(f"paceline.{name}")
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
