@@ -3,6 +3,7 @@
 import logging
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +185,47 @@ def test_optimizers_that_are_sharded_are_not_compared() -> None:
                 paceline.collectives.wait.finish(
                     transport.broadcast(param.data.view(-1), number % transport.size), what="", watch=transport.watch
                 )
+
+    run(body, 2)
+
+
+def test_state_that_was_replaced_is_healed_too() -> None:
+    def body(transport: Transport) -> State:
+        session = Session(transport, drift="heal", trust=0, state_every=8)
+        for _ in range(9):
+            session.step()
+        session.optimizer.load_state_dict(session.optimizer.state_dict())  # new tensors
+        if transport.rank == 1:
+            flip(session.state()["exp_avg of first.weight"], 3, 28)
+        for _ in range(8):
+            session.step()
+        return {name: value.detach().clone() for name, value in session.state().items()}
+
+    first, other = run(body, 2)
+    assert all(torch.equal(other[name], value) for name, value in first.items())
+
+
+def test_local_steps_are_no_drift() -> None:
+    def body(transport: Transport) -> None:
+        session = Session(transport, state_every=1)
+        session.step()
+        with session.model.no_sync():
+            session.step()
+        session.step()
+
+    run(body, 2)
+
+
+def test_mixed_precision_compares_what_is_kept() -> None:
+    config = SimpleNamespace(param_dtype=torch.bfloat16, reduce_dtype=None, buffer_dtype=None)
+
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(5, 3), transport=transport, mixed_precision=config, agreement=Agreement(state_every=1))
+        model(draw(0, 4, 5)).sum().backward()
+        if transport.rank == 1:
+            flip(model.module[0].weight, 2, 3)  # lost in bfloat16
+        with pytest.raises(ReplicaDrift, match=r"0\.weight"):
+            model(draw(0, 4, 5)).sum().backward()
 
     run(body, 2)
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline import Agreement
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
-from paceline.errors import BackwardAborted, UnreducedGradients, UsageError
+from paceline.errors import BackwardAborted, CollectiveMismatch, UnreducedGradients, UsageError
 from tests.models import DDP, Branches, draw, mlp, seeded
 
 State = dict[str, torch.Tensor]
@@ -45,7 +45,8 @@ def train(
     dtype: torch.dtype = torch.float32,
     **arguments: Any,
 ) -> State:
-    model = DDP(make().to(dtype), transport=transport, lanes=lanes, seed=7, **arguments)
+    module = make() if dtype is torch.float32 else make().to(dtype)  # which would make complex buffers real
+    model = DDP(module, transport=transport, lanes=lanes, seed=7, **arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
         numbered = [(lane, deal(step, lane).to(dtype)) for lane in model.own_lanes]
@@ -113,10 +114,35 @@ def poisoned(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
     plain(model, x * float("inf") if (step, lane) == (1, 4) else x, step, lane)
 
 
+def experts(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    """Each lane uses other parameters than the lanes beside it."""
+    model.module[lane % 3](x).sum().backward()
+
+
+def by_hand(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    with model.no_sync():
+        plain(model, x, step, lane)
+    model.sync_gradients()
+
+
+def weighted_or_skipped(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    """A lane may decide to skip after its first micro."""
+    with model.weight(2.5 + lane), model.no_sync():
+        plain(model, x, step, lane)
+    if lane % 2 == 0:
+        model.skip_batch()
+    else:
+        with model.weight(1.5):
+            plain(model, x, step, lane)
+
+
 BODIES: dict[str, tuple[Body, dict[str, Any]]] = {
     "weighted": (weighted, {"deal": lambda step, lane: draw(10 * step + lane, 2 + (step + lane) % 3, 5)}),
     "several micros in a lane": (accumulated, {}),
     "some lanes skip": (sometimes, {"make": lambda: mlp(5, 6, 3)}),
+    "parameters of some lanes": (experts, {"make": lambda: nn.Sequential(*(mlp(5, 2, seed=n) for n in range(3)))}),
+    "lanes closed by hand": (by_hand, {}),
+    "weighted, then skipped": (weighted_or_skipped, {"make": lambda: mlp(5, 6, 3)}),
     "unused parameters": (of_branches, {"make": Branches}),
     "a bucket for each": (plain, {"bucket_cap_mb": 1e-6}),
     "fixed plan": (plain, {"bucket_plan": "fixed"}),
@@ -131,6 +157,90 @@ BODIES: dict[str, tuple[Body, dict[str, Any]]] = {
 def test_whatever_a_lane_does(kind: str) -> None:
     body, arguments = BODIES[kind]
     check_same_bits(6, (2, 3, 4), body, **arguments)
+
+
+class Odd(nn.Module):
+    """Buffers of every kind."""
+
+    phases: torch.Tensor
+    wide: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp(5, 3)
+        self.register_buffer("phases", torch.zeros(3, dtype=torch.complex64))
+        self.register_buffer("wide", torch.arange(3.0).expand(2, 3))
+        self.register_buffer("later", None)
+        self.register_buffer("cache", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        self.phases = self.phases + torch.complex(y[0].detach(), y[1].detach())
+        self.cache = torch.arange(float(len(x)))
+        self.later = torch.ones(len(x))
+        self.seen += 1
+        return y * self.wide[0] * self.later[:, None]
+
+
+def test_buffers_of_every_kind(caplog: pytest.LogCaptureFixture) -> None:
+    (alone,) = run(lambda transport: train(transport, 4, make=Odd), 1)
+    for size in (2, 4):
+        for got in run(lambda transport: train(transport, 4, make=Odd), size):
+            assert all(torch.equal(got[name], value) for name, value in alone.items())
+    assert torch.equal(alone["cache"], torch.arange(4.0))
+    assert int(alone["seen"]) == 4
+    assert {message.split()[2] for message in caplog.messages} == {"cache", "later"}
+
+
+def test_a_loop_that_zip_ends() -> None:
+    """zip() asks its first part first, so the loop over lanes is not asked for more."""
+
+    def body(transport: Transport, zipped: bool) -> tuple[State, torch.Tensor]:
+        model = DDP(net(), transport=transport, lanes=4)
+        for step in range(2):
+            lanes = model.lanes([micro(step, lane) for lane in model.own_lanes], step)
+            for x in (x for _, x in zip(model.own_lanes, lanes, strict=False)) if zipped else lanes:
+                plain(model, x, step, 0)
+            del lanes
+            model.zero_grad()
+        return model.module.state_dict(), torch.get_rng_state()
+
+    (wanted, _), *_ = run(lambda transport: body(transport, False), 1)
+    for size in (1, 2):
+        for got, _ in run(lambda transport: body(transport, True), size):
+            assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("lane", range(4))
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_backward_that_raised_cannot_be_skipped(size: int, lane: int) -> None:
+    def body(transport: Transport) -> Any:
+        model = DDP(mlp(5, 6, 3), transport=transport, lanes=4)
+
+        def attempt() -> None:
+            for number, x in model.lanes([(n, micro(0, n)) for n in model.own_lanes], 0):
+                out = model(x)
+                if number == lane:
+                    out.register_hook(_raise)
+                try:
+                    out.sum().backward()
+                except ZeroDivisionError:
+                    model.skip_batch()
+
+        with pytest.raises(BackwardAborted):
+            attempt()
+        for number, x in model.lanes([(n, micro(1, n)) for n in model.own_lanes], 1):
+            plain(model, x, 1, number)
+        return model.module[0].weight.grad.clone()
+
+    grads = run(body, size)
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
 
 
 def test_the_cut_into_buckets_changes_no_bit() -> None:
@@ -228,6 +338,24 @@ def test_a_micro_of_another_shape() -> None:
     refused(r"the micro of lane \d in step 0 has tensors of shape \[3, 5\], those before it had \[4, 5\]", attempt)
 
 
+def test_micros_of_different_shapes_on_different_ranks() -> None:
+    def attempt(transport: Transport) -> None:
+        model = DDP(mlp(5, 3), transport=transport, lanes=2)
+        for x in model.lanes([draw(0, 4 - transport.rank, 5)], 0):
+            plain(model, x, 0, 0)
+
+    refused("lanes of this step had micros of different shapes on different ranks", attempt, kind=CollectiveMismatch)
+
+
+def test_lanes_of_different_steps() -> None:
+    def attempt(transport: Transport) -> None:
+        model = DDP(mlp(5, 3), transport=transport, lanes=2)
+        for x in model.lanes([micro(0, 0)], transport.rank):
+            plain(model, x, 0, 0)
+
+    refused(r"ranks run lanes of different steps \(rank 0: 0, rank 1: 1\)", attempt, kind=CollectiveMismatch)
+
+
 def test_gradients_that_were_left_over() -> None:
     def attempt(transport: Transport) -> None:
         model = DDP(mlp(5, 3), transport=transport, lanes=2)
@@ -309,7 +437,9 @@ def test_votes_are_heard_by_all_in_the_same_step() -> None:
 
 def test_a_rank_that_skips_counts_for_nothing() -> None:
     def body(transport: Transport) -> tuple[torch.Tensor, Any]:
-        model = DDP(mlp(5, 3), transport=transport)
+        module = mlp(5, 3)
+        module.register_buffer("sent with every forward", torch.ones(1))
+        model = DDP(module, transport=transport)
         if transport.rank == 1:
             model.skip_batch()
         else:

@@ -20,7 +20,7 @@ from paceline.reducer.slot import GradSlot
 
 logger = logging.getLogger("paceline")
 
-WORD_COUNT = 16
+WORD_COUNT = 17
 
 
 class Vote(Flag):
@@ -63,6 +63,8 @@ class Words:
     state: int = 0  # see reducer/oversight.py for this one and the next two
     signature: int = 0
     not_finite: int = 0
+    lane_step: int = 0  # the step whose lanes run: must be equal
+    lane_shape: int = 0  # digest of the shape of micros: must be equal where it is not 0
     lane_weights: tuple[float, ...] = ()  # of the lanes that this rank ran, and zeros
 
     def encode(self) -> torch.Tensor:
@@ -82,6 +84,8 @@ class Words:
             self.state,
             self.signature,
             self.not_finite,
+            self.lane_step,
+            self.lane_shape,
         ]
         padding = [0] * (WORD_COUNT - len(values))
         return torch.tensor([*values, *padding, *_bits(*self.lane_weights)], dtype=torch.int64)
@@ -104,6 +108,8 @@ class Words:
             state=row[12],
             signature=row[13],
             not_finite=row[14],
+            lane_step=row[15],
+            lane_shape=row[16],
             lane_weights=_floats(row[WORD_COUNT:]),
         )
 
@@ -145,6 +151,7 @@ def decode_all(gathered: torch.Tensor) -> list[Words]:
             f"ranks have reduced different buckets so far ({_by_rank([f'{r.calls:x}' for r in rows])}), so gradients "
             f"of different parameters may have been added up; this is a fault of paceline or of the memory of a rank"
         )
+    _check_lanes(rows)
     modes = {row.mode for row in rows}
     if Mode.MIXED in modes or {Mode.PLAIN, Mode.WEIGHTED} <= modes:
         raise CollectiveMismatch(
@@ -153,6 +160,21 @@ def decode_all(gathered: torch.Tensor) -> list[Words]:
         )
     _warn_of_uneven_micros(rows)
     return rows
+
+
+def _check_lanes(rows: Sequence[Words]) -> None:
+    steps = [row.lane_step for row in rows]
+    if len(set(steps)) > 1:
+        raise CollectiveMismatch(
+            f"ranks run lanes of different steps ({_by_rank(steps)}), so their random numbers do not belong together; "
+            f"give model.lanes(micros, step) the same step on every rank"
+        )
+    if len({row.lane_shape for row in rows if row.lane_shape}) > 1:
+        raise CollectiveMismatch(
+            "lanes of this step had micros of different shapes on different ranks: lanes count equally, so some would "
+            "count too much or too little; use a loader with drop_last=True, or run each backward inside "
+            "model.weight(number of samples)"
+        )
 
 
 def _warn_of_uneven_micros(rows: Sequence[Words]) -> None:

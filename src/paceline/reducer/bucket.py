@@ -36,6 +36,7 @@ class Bucket:
     def __init__(self, spec: BucketSpec, slots: Sequence[GradSlot], flat: torch.Tensor | None) -> None:
         """`flat` is the memory; None for a sparse gradient, which brings its own."""
         self.spec = spec
+        self.key = hash((spec.index, *(place.param for place in spec.slots)))  # what is in it, and in which order
         self.slots = list(slots)
         self.state = BucketState.FILLING
         self.missing = len(self.slots)

@@ -71,9 +71,15 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.complete()
             lanes.fold(bucket.spec.index, bucket.flat)
+        self.begin_lane()
+
+    def begin_lane(self) -> None:
+        """Have empty buckets for the next lane. Which parameters took part in those before it is not forgotten."""
+        for bucket in self.buckets:
             bucket.rearm()
         for slot in self.slots:
             slot.clear_backward()
+        self.next = self.seen_complete = 0
 
     def lend_all(self) -> None:
         """Contribute zeros, and keep what gradients there are."""

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import BackwardAborted, UsageError
+from paceline.reducer.agreement import Mode
 from paceline.reducer.lanes import Lanes, LaneState, late_gradient
 from paceline.reducer.turn import Part
 
@@ -23,10 +24,8 @@ def begin(reducer: "Reducer") -> str | None:
         if reducer.backwards.failed():
             reducer.abandon()
         if lanes.under_way:
-            lanes.give_up()
-            reducer.prepare()
-            reducer.begin_reduction()
-            reducer.abort()
+            _give_up(reducer)
+        reducer.relay_now()  # on all ranks in the same step, whatever their first lanes do
         stale = reducer.set.first_with_gradient()
         if stale is None:
             reducer.set.drop_gradients()
@@ -51,7 +50,9 @@ def check_open(reducer: "Reducer") -> None:
 def close(reducer: "Reducer") -> None:
     """A lane's gradients are in: keep them for this rank's other lanes or, after the last of them, reduce."""
     lanes = _lanes_of(reducer)
-    lanes.close(0.0 if reducer.turn.part is Part.SKIPPED else reducer.weighting.of_lane())
+    weight = reducer.weighting.of_lane()
+    skipped = reducer.turn.part is Part.SKIPPED
+    lanes.close(0.0 if skipped else weight, plain=not skipped and reducer.weighting.last is not Mode.WEIGHTED)
     if lanes.last:
         reducer.finish()
         return
@@ -69,12 +70,43 @@ def skip(reducer: "Reducer") -> None:
     """The lane that runs has nothing that counts."""
     lanes = _lanes_of(reducer)
     with reducer.lock, torch.no_grad():
+        if reducer.backwards.failed():
+            lane = lanes.current
+            reducer.abandon()
+            if lanes.under_way:
+                _give_up(reducer)
+            raise BackwardAborted(
+                f"the backward of lane {lane} ended with an exception, so this step has no gradients on any rank; "
+                f"catch it outside the loop over lanes, and go on with the next step",
+                ranks=[reducer.transport.rank],
+            )
         reducer.prepare()
         reducer.set.drop_gradients()
+        reducer.set.begin_lane()  # an earlier micro of this lane may have left something
         reducer.turn.part = Part.SKIPPED
         if lanes.last:
             reducer.begin_reduction()
         close(reducer)
+
+
+def sync(reducer: "Reducer") -> None:
+    """Close the lane that runs with what its micros have accumulated, without another backward."""
+    lanes = _lanes_of(reducer)
+    with reducer.lock, torch.no_grad():
+        if lanes.state is not LaneState.OPEN:
+            return
+        reducer.prepare()
+        if lanes.last:
+            reducer.begin_reduction()
+        close(reducer)
+
+
+def _give_up(reducer: "Reducer") -> None:
+    """Complete the reduction of a step that was left half-way, and tell the other ranks."""
+    _lanes_of(reducer).give_up()
+    reducer.prepare()
+    reducer.begin_reduction()
+    reducer.abort()
 
 
 def _lanes_of(reducer: "Reducer") -> Lanes:

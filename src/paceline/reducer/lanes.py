@@ -41,6 +41,8 @@ class Lanes:
         self.mine = lanes_of(rank, size, count)
         self.state = LaneState.NONE
         self.current = -1
+        self.step = 0  # as the user counts
+        self.shape = self._shape = 0  # digest of the last micro that counted like all others; 0: there was none
         self.given_up = False  # not all lanes of this step will run here
         self.weights = [0.0] * count  # of the lanes that have run here; 0 for those of others
         self._sums: dict[int, list[tuple[Block, torch.Tensor]]] = {}  # by bucket, from left to right
@@ -65,18 +67,22 @@ class Lanes:
         """Whether there are sums of earlier lanes of this step."""
         return any(self._sums.values())
 
-    def open(self, lane: int) -> None:
+    def open(self, lane: int, shape: int = 0) -> None:
+        """Run `lane`, with a micro of which `shape` is a digest."""
         self._move(LaneState.OPEN)
-        self.current = lane
+        self.current, self._shape = lane, shape
 
-    def close(self, weight: float) -> None:
+    def close(self, weight: float, *, plain: bool = False) -> None:
+        """The lane's gradients are in. `plain`: it counts as much as any other, so its micro must be as large."""
         self._move(LaneState.CLOSED)
         self.weights[self.current] = weight
+        if plain:
+            self.shape = self._shape
 
     def end(self) -> None:
         """The step is over, or is given up: forget its sums. Their memory stays for the next one."""
         self.state, self.current, self.given_up = LaneState.NONE, -1, False
-        self.weights = [0.0] * self.count
+        self.weights, self.shape = [0.0] * self.count, 0
         for bucket, sums in self._sums.items():
             self._free.setdefault(bucket, []).extend(memory for _, memory in sums)
             sums.clear()

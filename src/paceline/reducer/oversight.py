@@ -43,6 +43,6 @@ class Oversight(Protocol):
         """All have spoken, and the views of `slots` hold what was reduced. May start collectives: all ranks do."""
         ...
 
-    def note_optimizer(self, optimizer: object) -> None:
-        """An optimizer is about to step on these gradients."""
+    def note_optimizer(self, optimizer: object, *, local: bool) -> None:
+        """An optimizer is about to step. `local`: on purpose on gradients that were not reduced, so replicas differ."""
         ...

@@ -157,9 +157,8 @@ class Reducer:
             bucket.complete()
             self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
             if not bucket.skipped:
-                index, flat = bucket.spec.index, bucket.flat
-                blocks = () if self.lanes is None else self.lanes.blocks(index, flat)
-                self.calls = hash((self.calls, index, flat.numel()))
+                blocks = () if self.lanes is None else self.lanes.blocks(bucket.spec.index, bucket.flat)
+                self.calls = hash((self.calls, bucket.key))
                 self.turn.broken = True  # until the reduction has returned
                 bucket.flight = self.reduction(bucket.grad_bucket(blocks, last=self.set.next == last), self.transport)
                 self.turn.broken = False
@@ -262,7 +261,7 @@ class Reducer:
         backward.delivered = True
         if self.lanes is not None:
             lane_step.check_open(self)
-        if self.weighting.micros:
+        if self.weighting.micros and self.lanes is None:  # lanes begin with empty gradients, and fold what they make
             self.set.forget_thrown_away()
         self.weighting.note_backward()
         backward.scale = self.weighting.on_the_way_in(self._division())
@@ -437,7 +436,7 @@ class Reducer:
                 return
             if self.lanes is not None and not self.lanes.last:  # its step is given up when the next one begins
                 self.set.drop_gradients()
-                self.set.rearm()
+                self.set.begin_lane()
                 return
             if not backward.delivered:
                 self.begin_reduction()

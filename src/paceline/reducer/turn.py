@@ -62,6 +62,8 @@ class Turn:
             state=found.state,
             signature=found.signature,
             not_finite=found.not_finite,
+            lane_step=0 if lanes is None else lanes.step,
+            lane_shape=0 if lanes is None else lanes.shape,
             lane_weights=() if lanes is None else tuple(lanes.weights),
         )
         self._sent = SentWords(words, reducer.transport)

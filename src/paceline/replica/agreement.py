@@ -83,6 +83,7 @@ class Overseer:
         """`buffers`: only in lanes are they meant to be equal on all ranks, when a step begins."""
         self.agreement = agreement
         self.on_finding: Callable[[Kind, str, Sequence[int]], None] | None = None  # kind, text, ranks
+        self.wide: Callable[[], list[torch.Tensor]] | None = None  # the parameters where others stand in for them
         self._transport = transport
         self._timeout_s = timeout_s
         self._buffers = buffers
@@ -93,6 +94,7 @@ class Overseer:
         self._rotation: Rotation | None = None
         self._stale = True  # the list of what there is to compare has to be made anew
         self._signature = 0
+        self._compares = bool(agreement.state_every) and not transport.alone
         self._step = self._compared = 0
         self._word: StartedWord | None = None
         self._in_a_row = 0
@@ -103,8 +105,9 @@ class Overseer:
     def looks_at_sums(self) -> bool:
         return self.agreement.not_finite != "keep"
 
-    def note_optimizer(self, optimizer: object) -> None:
+    def note_optimizer(self, optimizer: object, *, local: bool) -> None:
         assert isinstance(optimizer, Optimizer)
+        self._compares = self._compares and not local
         if not any(known() is optimizer for known in self._optimizers):
             self._optimizers = [known for known in self._optimizers if known() is not None]
             self._optimizers.append(weakref.ref(optimizer))
@@ -112,7 +115,8 @@ class Overseer:
 
     def begin(self, number: int) -> None:
         self._step = number
-        if not self.agreement.state_every or self._transport.alone:
+        if not self._compares:
+            self._word, self._signature = None, 0
             return
         if self._stale or self._compared % self.agreement.state_every == 0:
             self._renew()
@@ -151,7 +155,10 @@ class Overseer:
     def _renew(self) -> None:
         state = [] if self._params_only else self._optimizer_state()
         buffers = [] if self._buffers is None else self._buffers.before()
-        named = [*self._params, *buffers, *state]
+        params = self._params
+        if self.wide is not None:
+            params = [(name, value) for (name, _), value in zip(params, self.wide(), strict=True)]
+        named = [*params, *buffers, *state]
         self._stale = False
         if self._rotation is None:
             self._rotation = Rotation(named, self.agreement.state_every)
@@ -176,6 +183,7 @@ class Overseer:
 
     def _drifted(self) -> Exception | None:
         step = self._step
+        self._renew()  # a tensor of the optimizer's state may have been replaced since the list was made
         assert self._rotation is not None
         pieces = self._rotation.whole()  # a weight that drifted has often taken its moments along
         drift = locate(pieces, self._transport, step=step, timeout_s=self._timeout_s)

@@ -21,7 +21,7 @@ from paceline.kernels import kernel_settings
 from paceline.randomness import rng_state
 from paceline.reducer.reducer import Reducer
 from paceline.replica.agreement import Agreement
-from paceline.replica.lane_buffers import LaneBuffers
+from paceline.replica.lane_buffers import COMPARED_BYTES, LaneBuffers
 
 logger = logging.getLogger("paceline")
 
@@ -51,6 +51,7 @@ class CapsuleWriter:
         self._device = device
         self._step = 0
         self._batch: Any = None
+        self._found: dict[str, torch.Tensor] = {}  # buffers before the forward, which may change them
         self._rng: dict[str, Any] | None = None
 
     def note_lanes(self, micros: Sequence[Any], step: int) -> None:
@@ -61,6 +62,8 @@ class CapsuleWriter:
         """A forward outside lanes begins."""
         self._step = self._core.reductions + 1  # the one that this forward leads to
         self._batch, self._rng = {"args": tuple(inputs), "kwargs": dict(kwargs)}, rng_state(self._device)
+        small = ((name, b) for name, b in self._module.named_buffers() if b.nbytes <= COMPARED_BYTES)
+        self._found = {name: buffer.detach().clone() for name, buffer in small}
 
     def on_finding(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
         """All ranks call it, in the same step."""
@@ -112,7 +115,7 @@ class CapsuleWriter:
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers as the step found them."""
-        before = {} if self._buffers is None else dict(self._buffers.before())
+        before = self._found if self._buffers is None else dict(self._buffers.before())
         return {name: before.get(name, value) for name, value in self._module.state_dict().items()}
 
     def _write(self, capsule: Capsule) -> None:

@@ -266,6 +266,8 @@ class DistributedDataParallel(Stepping):
             config = self.mixed_precision
             self._narrow = NarrowParameters(self._module_parameters, config.param_dtype)
             self._core.reduction = reduction_for(config, managed.params)
+            if isinstance(self._core.oversight, Overseer):
+                self._core.oversight.wide = self._narrow.wide
             self._core.on_finished = self._narrow.widen
             hooks = self._narrow.widen_before_state_is_read(self.module)
             weakref.finalize(self, _remove, hooks)

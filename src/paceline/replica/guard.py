@@ -82,7 +82,7 @@ class StepGuard:
                 raise UnreducedGradients(_message(names))
         reducer.ledger.stepped()
         if reducer.oversight is not None:
-            reducer.oversight.note_optimizer(optimizer)
+            reducer.oversight.note_optimizer(optimizer, local=reducer.ledger.local_steps > 0)
 
     def _refuse_unmanaged(self, module: nn.Module, params: dict[int, torch.Tensor]) -> None:
         """Parameters that came, or were unfrozen, after wrapping: nobody reduces their gradients."""

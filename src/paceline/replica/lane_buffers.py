@@ -1,10 +1,12 @@
 """Buffers in lanes, such as running statistics: what they become does not depend on the world.
 
 The rule: every lane of a step begins with the same buffers. Afterwards a buffer that some lane has changed becomes the
-mean of what the lanes have made of it, added up in the order of the tree over lane numbers; if it does not hold
-floating point numbers, what lane 0 has made of it.
+mean of what the lanes have made of it, added up in the order of the tree over lane numbers; if it holds neither real
+nor complex numbers, what lane 0 has made of it. A buffer that comes, goes, or changes its shape or type while lanes run
+is taken for a cache of forward's: it is left alone, and a warning says so.
 """
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,8 @@ from paceline.collectives.api import Op, Transport
 from paceline.collectives.tree import tree_sum
 from paceline.collectives.wait import finish
 from paceline.reducer.lanes import Lanes
+
+logger = logging.getLogger("paceline")
 
 _PATTERNS = {4: torch.int32, 8: torch.int64}
 COMPARED_BYTES = 1 << 20  # up to here a buffer is compared by value: kernels of torch change some behind its back
@@ -27,6 +31,18 @@ class _Seen:
     version: int
     address: int
 
+    @classmethod
+    def now(cls, buffer: torch.Tensor) -> "_Seen":
+        return cls(buffer.detach().clone(), buffer._version, buffer.data_ptr())
+
+    def fits(self, buffer: torch.Tensor | None) -> bool:
+        """Whether a buffer could be given the old value again."""
+        return (
+            buffer is not None
+            and (buffer.shape, buffer.dtype, buffer.device) == (self.value.shape, self.value.dtype, self.value.device)
+            and _is_plain(buffer)
+        )
+
 
 class LaneBuffers:
     """The buffers of one module, from lane to lane."""
@@ -35,76 +51,92 @@ class LaneBuffers:
         self._module = module
         self._ignored = ignored
         self._lanes = lanes
+        # Equal on all ranks, which have compared their modules.
+        self._names = sorted(name for name, buffer in self._present().items() if _is_plain(buffer))
+        self._caches: set[str] = set(self._present()) - set(self._names)  # left alone
         self._known: set[str] = set()  # to change; agreed by all ranks, so that they need not be compared
+        self._unfit: set[str] = set()  # found in this step, and not agreed yet
         self._before: dict[str, _Seen] = {}
         self._after: dict[str, dict[int, torch.Tensor]] = {}  # by name and lane: what lanes have made of it
 
     def begin(self) -> None:
         """A step begins: remember what buffers are now."""
-        named = self._named()
+        present = self._present()
         self._after.clear()
-        for name in self._before.keys() - named.keys():
-            del self._before[name]
-        for name, buffer in named.items():
-            if name not in self._before or self._changed(name, buffer):
-                self._before[name] = _Seen(buffer.detach().clone(), buffer._version, buffer.data_ptr())
+        for name in self._names:
+            buffer, seen = present.get(name), self._before.get(name)
+            if buffer is not None and (seen is None or not seen.fits(buffer) or self._changed(name, buffer)):
+                self._before[name] = _Seen.now(buffer)
 
     def before(self) -> list[tuple[str, torch.Tensor]]:
         """What buffers were when the step began."""
-        return [(name, seen.value) for name, seen in self._before.items()]
+        return [(name, self._before[name].value) for name in self._names if name in self._before]
 
     def changing(self) -> list[torch.Tensor]:
         """Those of them that every step makes anew: what differs there does not stay to be found later."""
-        return [seen.value for name, seen in self._before.items() if name in self._known]
+        return [value for name, value in self.before() if name in self._known]
 
     def put_back(self) -> None:
         """What buffers were when the step began has been mended: so are those that no lane changes."""
-        with torch.no_grad():
-            for name, buffer in self._named().items():
-                if name not in self._known and name not in self._after:
-                    buffer.copy_(self._before[name].value)
-                    self._before[name].version = buffer._version
+        present = self._present()
+        for name in self._names:
+            if name not in self._known and name not in self._after and self._before[name].fits(present.get(name)):
+                self._restore(name, present[name])
 
     def lane_ended(self, lane: int) -> None:
         """Keep what a lane has made of buffers, and put back what was before it."""
-        for name, buffer in self._named().items():
-            if self._changed(name, buffer):
+        present = self._present()
+        for name in self._names:
+            buffer = present.get(name)
+            if buffer is None or not self._before[name].fits(buffer):
+                self._unfit.add(name)
+            elif self._changed(name, buffer):
                 self._after.setdefault(name, {})[lane] = buffer.detach().clone()
-                with torch.no_grad():
-                    buffer.copy_(self._before[name].value)
-                self._before[name].version = buffer._version
-                self._before[name].address = buffer.data_ptr()
+                self._restore(name, buffer)
+        for name in present.keys() - set(self._names) - self._caches:
+            self._take_for_cache(name)
 
     def end(self, transport: Transport, timeout_s: float | None) -> None:
         """All lanes of all ranks have run: give the buffers their new values. All ranks call it."""
-        named = self._named()
-        if not named:
+        if not self._names:
             return
-        names = sorted(named)
-        flags = torch.tensor([name in self._after for name in names], dtype=torch.int32)
+        flags = torch.tensor([2 * (n in self._unfit) or n in self._after for n in self._names], dtype=torch.int32)
         if transport.size > 1:
             work = transport.all_reduce(flags, Op.MAX)
             finish(work, what="which buffers have changed", watch=transport.watch, timeout_s=timeout_s)
-        with torch.no_grad():
-            for name in (name for name, flag in zip(names, flags.tolist(), strict=True) if flag):
+        present = self._present()
+        for name, flag in zip(list(self._names), flags.tolist(), strict=True):
+            if flag == 1:
                 self._known.add(name)
-                self._combine(name, named[name], transport, timeout_s)
+                self._combine(name, present[name], transport, timeout_s)
+            elif flag == 2:
+                self._names.remove(name)
+                self._take_for_cache(name)
+        self._unfit.clear()
 
+    @torch.no_grad()
     def _combine(self, name: str, buffer: torch.Tensor, transport: Transport, timeout_s: float | None) -> None:
         """Every rank fills in its lanes, and zeros elsewhere; the patterns are then added up as integers, exactly."""
-        mean = buffer.dtype.is_floating_point
+        mean = buffer.dtype.is_floating_point or buffer.dtype.is_complex
         wide = torch.promote_types(buffer.dtype, torch.float32) if mean else torch.int64
         before, made = self._before[name].value, self._after.get(name, {})
         rows = torch.zeros((self._lanes.count, buffer.numel()), dtype=wide, device=buffer.device)
         for lane in self._lanes.mine:
             rows[lane] = made.get(lane, before).reshape(-1)
         if transport.size > 1:
-            work = transport.all_reduce(rows.view(-1).view(_PATTERNS[wide.itemsize]), Op.SUM)
+            real = torch.view_as_real(rows) if wide.is_complex else rows
+            work = transport.all_reduce(real.view(-1).view(_PATTERNS[real.itemsize]), Op.SUM)
             finish(work, what=f"what lanes have made of {name}", watch=transport.watch, timeout_s=timeout_s)
         result = rows[0]
         if mean:  # where all lanes agree, the mean could still be rounded
             result = torch.where((rows == rows[0]).all(0), rows[0], tree_sum(list(rows)) / self._lanes.count)
         buffer.copy_(result.view(buffer.shape))
+
+    @torch.no_grad()
+    def _restore(self, name: str, buffer: torch.Tensor) -> None:
+        seen = self._before[name]
+        buffer.copy_(seen.value)
+        seen.version, seen.address = buffer._version, buffer.data_ptr()
 
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
         if name in self._known:
@@ -114,8 +146,23 @@ class LaneBuffers:
             return True
         return buffer.nbytes <= COMPARED_BYTES and not _equal(buffer, seen.value)
 
-    def _named(self) -> dict[str, torch.Tensor]:
+    def _take_for_cache(self, name: str) -> None:
+        self._caches.add(name)
+        logger.warning(
+            "the buffer %s came, went, or changed its shape or type while lanes ran, so it is taken for a cache of "
+            "forward's and left as each lane leaves it; if results depend on it, register it whole in __init__",
+            name,
+        )
+
+    def _present(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+
+
+def _is_plain(buffer: torch.Tensor) -> bool:
+    """Whether every element has memory of its own, to be written to."""
+    return buffer.layout is torch.strided and all(
+        s != 0 or n <= 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)
+    )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -48,6 +48,7 @@ class LaneLoop:
             raise UsageError(
                 f"a step of lanes starts from empty gradients, but {stale} has one; call optimizer.zero_grad() before"
             )
+        lanes.step = step
         self.buffers.begin()
         if core.oversight is not None:
             core.oversight.begin(step)
@@ -58,22 +59,36 @@ class LaneLoop:
         with put_back(self._device):
             for lane, micro in zip(lanes.mine, given, strict=True):
                 seed_all(mixed(self._seed, step, lane), self._device)
-                lanes.open(lane)
-                yield micro
-                if lanes.state is LaneState.OPEN:
-                    raise UsageError(
-                        f"lane {lane} of step {step} ended without a backward; call loss.backward() once in the loop "
-                        f"over lanes (earlier ones inside no_sync()), or model.skip_batch()"
-                    )
-                self.buffers.lane_ended(lane)
-                if core.weighting.last is not Mode.WEIGHTED:
-                    self._check_shape(micro, lane, step)
-        if not core.dropped:  # else the step leaves no trace
-            self.buffers.end(core.transport, core.settings.timeout_s)
+                lanes.open(lane, hash(_shapes(micro)))
+                try:
+                    yield micro
+                except GeneratorExit:  # the loop was left, perhaps only because zip() ended with its other part
+                    if lane == lanes.mine[-1] and not lanes.under_way:
+                        self._end_lane(micro, lane, step)
+                        self._end_step()
+                    raise
+                self._end_lane(micro, lane, step)
+        self._end_step()
+
+    def _end_lane(self, micro: object, lane: int, step: int) -> None:
+        lanes = self._core.lanes
+        assert lanes is not None
+        if lanes.state is LaneState.OPEN:
+            raise UsageError(
+                f"lane {lane} of step {step} ended without a backward; call loss.backward() once in the loop over "
+                f"lanes (earlier ones inside no_sync()), or model.skip_batch()"
+            )
+        self.buffers.lane_ended(lane)
+        if self._core.weighting.last is not Mode.WEIGHTED:
+            self._check_shape(micro, lane, step)
+
+    def _end_step(self) -> None:
+        if not self._core.dropped:  # else the step leaves no trace
+            self.buffers.end(self._core.transport, self._core.settings.timeout_s)
 
     def _check_shape(self, micro: object, lane: int, step: int) -> None:
         """Lanes count equally, so their micros must be equally large, unless weight() has said how much each counts."""
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in(micro))
+        shapes = _shapes(micro)
         if self._shapes is None:
             self._shapes = shapes
         if shapes != self._shapes:
@@ -82,6 +97,10 @@ class LaneLoop:
                 f"{_shown(self._shapes)}: lanes count equally, so it would count too much or too little. Use a loader "
                 f"with drop_last=True, or run each backward inside model.weight(number of samples)"
             )
+
+
+def _shapes(micro: object) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(micro))
 
 
 def _listed(lanes: range) -> str:

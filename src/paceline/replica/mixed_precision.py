@@ -28,6 +28,10 @@ class NarrowParameters:
         self._dtype = dtype
         self._wide: list[torch.Tensor] | None = None
 
+    def wide(self) -> list[torch.Tensor]:
+        """The parameters themselves, also while narrow copies stand in for them."""
+        return [p.data for p in self._params] if self._wide is None else self._wide
+
     def narrow(self) -> None:
         """Before forward. Does nothing while the narrow copies are in place already."""
         if self._wide is None and self._dtype is not None:

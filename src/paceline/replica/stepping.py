@@ -28,6 +28,9 @@ class Stepping(TorchSurface):
         synchronisation is switched off, nor with `overlap=True` when everything is reduced already.
         """
         core = self._core
+        if core.lanes is not None:
+            lane_step.sync(core)
+            return
         reduced = self._settings.overlap and core.ledger.reductions and not core.ledger.window_open
         if core.sync_on and (not reduced or core.others_wait()):
             core.reduce_now()
@@ -136,10 +139,14 @@ class Stepping(TorchSurface):
         The others need not wait for it: gradients become the mean over those that had a batch. If none had one, they
         stay empty.
         """
-        if self._core.lanes is None:
-            self._core.skip()
-        else:
-            lane_step.skip(self._core)
+        core = self._core
+        if core.lanes is not None:
+            lane_step.skip(core)
+            return
+        if not core.ledger.forwards_pending and self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()  # as the forward of the others does
+        core.skip()
+        self.require_forward_param_sync = True
 
     def vote(self, *, stop: bool = False, save: bool = False, exhausted: bool = False) -> None:
         """Tell all ranks something with the next reduction; what they told is in `votes` after it, on every rank."""
