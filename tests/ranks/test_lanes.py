@@ -163,14 +163,12 @@ class Odd(nn.Module):
     """Buffers of every kind."""
 
     phases: torch.Tensor
-    wide: torch.Tensor
     seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = mlp(5, 3)
         self.register_buffer("phases", torch.zeros(3, dtype=torch.complex64))
-        self.register_buffer("wide", torch.arange(3.0).expand(2, 3))
         self.register_buffer("later", None)
         self.register_buffer("cache", torch.zeros(1))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -181,7 +179,7 @@ class Odd(nn.Module):
         self.cache = torch.arange(float(len(x)))
         self.later = torch.ones(len(x))
         self.seen += 1
-        return y * self.wide[0] * self.later[:, None]
+        return y * self.later[:, None]
 
 
 def test_buffers_of_every_kind(caplog: pytest.LogCaptureFixture) -> None:
