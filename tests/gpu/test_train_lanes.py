@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 SETTINGS = {
-    **{"size": "tiny", "steps": 30, "lanes": 8, "batch": 2, "seed": 7, "dropout": 0.1, "dtype": "bf16"},
-    **{"eval_every": 0, "eval_samples": 8, "sample": 0, "save_every": 0, "check_every": 4},
+    "size": "tiny",
+    "steps": 30,
+    "lanes": 8,
+    "batch": 2,
+    "seed": 7,
+    "dropout": 0.1,
+    "dtype": "bf16",
+    "eval_every": 0,
+    "eval_samples": 8,
+    "sample": 0,
+    "save_every": 0,
+    "check_every": 4,
 }
 
 
