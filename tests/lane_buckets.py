@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.blocks import aligned_blocks, lanes_of
 from paceline.collectives import Transport, finish
 from paceline.collectives.reduction import GradBucket
-from paceline.collectives.tree import aligned_blocks, lanes_of, tree_sum
+from paceline.collectives.tree import tree_sum
 from paceline.strategies.lane_sum import LaneSum
 from tests.models import draw
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.tree import lanes_of
+from paceline.blocks import lanes_of
 from paceline.data import Loader, order, read_ledger
 from paceline.errors import UsageError
 from tests.unit.test_data_loader import Dice

@@ -8,14 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.tree import (
-    Block,
-    aligned_blocks,
-    lanes_of,
-    tree_additions,
-    tree_sum,
-    tree_sum_of_blocks,
-)
+from paceline.blocks import Block, aligned_blocks, lanes_of
+from paceline.collectives.tree import tree_additions, tree_sum, tree_sum_of_blocks
 from paceline.data.order import cuts
 from paceline.errors import UsageError
 

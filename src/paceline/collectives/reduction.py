@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from paceline.blocks import Block
 from paceline.collectives.api import Transport, Work
-from paceline.collectives.tree import Block
 
 LaneBlock = tuple[Block, torch.Tensor]  # which lanes, and the flat sum of their gradients
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from paceline.collectives.tree import lanes_of
+from paceline.blocks import lanes_of
 from paceline.data.order import Cursor, cuts, fingerprint, order
 from paceline.data.share import Share, own_numbers
 from paceline.data.stream import Window, Windows

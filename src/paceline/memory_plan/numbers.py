@@ -4,6 +4,7 @@ import math
 import re
 from typing import Any
 
+from paceline.blocks import aligned_blocks, lanes_of
 from paceline.memory_plan.states import PlanError
 
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -47,20 +48,11 @@ def require_count(field: str, value: Any) -> int:
 
 
 def lane_copies(lanes: int, ranks: int) -> int:
-    """How many sums of earlier lanes a rank holds at most: as `reducer.lanes` folds them."""
+    """How many sums of earlier lanes a rank holds at most: one for each block of those that it has run."""
     if lanes < ranks:
         raise PlanError(f"lanes={lanes}: expected at least one for each of {ranks} ranks")
-    most = 0
-    for rank in range(ranks):
-        held: list[tuple[int, int]] = []
-        for lane in range(-(-lanes * rank // ranks), -(-lanes * (rank + 1) // ranks)):
-            most = max(most, len(held))
-            first, width = lane, 1
-            while held and held[-1] == (first - width, width) and first % (2 * width):
-                held.pop()
-                first, width = first - width, 2 * width
-            held.append((first, width))
-    return most
+    worlds = (lanes_of(rank, ranks, lanes) for rank in range(ranks))
+    return max(len(list(aligned_blocks(own.start, run))) for own in worlds for run in range(len(own)))
 
 
 def require_positive(field: str, value: float | None) -> float | None:

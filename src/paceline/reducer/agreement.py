@@ -87,8 +87,7 @@ class Words:
             self.lane_step,
             self.lane_shape,
         ]
-        padding = [0] * (WORD_COUNT - len(values))
-        return torch.tensor([*values, *padding, *_bits(*self.lane_weights)], dtype=torch.int64)
+        return torch.tensor([*values, *_bits(*self.lane_weights)], dtype=torch.int64)
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> "Words":

@@ -84,9 +84,7 @@ def skip(reducer: "Reducer") -> None:
         reducer.set.drop_gradients()
         reducer.set.begin_lane()  # an earlier micro of this lane may have left something
         reducer.turn.part = Part.SKIPPED
-        if lanes.last:
-            reducer.begin_reduction()
-        close(reducer)
+        _close_without_backward(reducer)
 
 
 def sync(reducer: "Reducer") -> None:
@@ -96,9 +94,13 @@ def sync(reducer: "Reducer") -> None:
         if lanes.state is not LaneState.OPEN:
             return
         reducer.prepare()
-        if lanes.last:
-            reducer.begin_reduction()
-        close(reducer)
+        _close_without_backward(reducer)
+
+
+def _close_without_backward(reducer: "Reducer") -> None:
+    if _lanes_of(reducer).last:
+        reducer.begin_reduction()
+    close(reducer)
 
 
 def _give_up(reducer: "Reducer") -> None:

@@ -13,7 +13,7 @@ from enum import Enum, auto
 
 import torch
 
-from paceline.collectives.tree import Block, aligned_blocks, lanes_of
+from paceline.blocks import Block, aligned_blocks, lanes_of
 from paceline.errors import IllegalMove, UsageError
 from paceline.reducer.slot import GradSlot
 

@@ -6,9 +6,10 @@ from functools import cache
 import torch
 from torch.nn.functional import pad
 
+from paceline.blocks import Block, aligned_blocks, lanes_of
 from paceline.collectives.api import Op, Transport, Work
 from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
-from paceline.collectives.tree import Block, aligned_blocks, lanes_of, tree_sum_of_blocks
+from paceline.collectives.tree import tree_sum_of_blocks
 from paceline.errors import UsageError
 from paceline.strategies.side_stream import SideStream
 from paceline.strategies.steps import SteppedWork, Steps

@@ -1,0 +1,22 @@
+"""Which lanes a rank runs, and into which nodes of the tree over lane numbers they fall. Needs no torch."""
+
+from collections.abc import Iterator
+
+Block = tuple[int, int]  # the first part, and the power of two of parts
+
+
+def lanes_of(rank: int, size: int, lanes: int) -> range:
+    """The lanes that one of `size` ranks runs. The first ranks have one more if they cannot be dealt evenly."""
+    first, end = (-(-lanes * before // size) for before in (rank, rank + 1))  # as `data.order.cuts` has it
+    return range(first, end)
+
+
+def aligned_blocks(first: int, count: int) -> Iterator[Block]:
+    """The fewest aligned blocks that hold the parts `first` to `first + count - 1`."""
+    end = first + count
+    while first < end:
+        width = first & -first or 1 << count.bit_length()
+        while first + width > end:
+            width //= 2
+        yield first, width
+        first += width
