@@ -32,7 +32,8 @@ class Agreement:
 
     Args:
         state_every: parameters and optimizer state (in lanes also buffers) are compared bit for bit, a part in every
-            step and the whole within so many steps. 1: the whole in every step. 0: never.
+            step and the whole within so many steps. 1: the whole in every step. 0: never. Steps that a CUDA graph
+            replays are not compared.
         drift: when they differ, "raise" on every rank, or "heal": overwrite what differs with the values of the
             majority, say so, and go on.
         trust: the rank whose values are taken to heal when there is no majority, as between two ranks.
@@ -115,7 +116,7 @@ class Overseer:
 
     def begin(self, number: int) -> None:
         self._step = number
-        if not self._compares:
+        if not self._compares or self._is_captured():
             self._word, self._signature = None, 0
             return
         if self._stale or self._compared % self.agreement.state_every == 0:
@@ -149,6 +150,11 @@ class Overseer:
         ranks = [rank for rank in range(self._transport.size) if found >> min(rank, 62) & 1]
         verdict = self._not_finite(ranks, slots)
         return verdict if error is None else Verdict(verdict.drops_gradients, error)
+
+    def _is_captured(self) -> bool:
+        """Whether this step goes into a CUDA graph, whose replays run nothing on the host: nothing could be compared,
+        and reading a word would end the capture."""
+        return any(param.is_cuda for _, param in self._params[:1]) and torch.cuda.is_current_stream_capturing()
 
     # ---- drift
 

@@ -1,0 +1,82 @@
+"""What ranks say while a cell runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """Text that a rank wrote: any number of lines, or a part of one. `stream` is "stdout" or "stderr"."""
+
+    rank: int
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Showed:
+    """A figure, a table, the value of the cell's last line: one thing in several MIME types."""
+
+    rank: int
+    data: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    is_result: bool = False
+    display_id: str | None = None
+    updates: bool = False  # replaces what was shown under `display_id`
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The rank asked to clear what it has shown in this cell; `waits` until it shows something new."""
+
+    rank: int
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The cell raised on a rank. `traceback` is IPython's, with its colours."""
+
+    rank: int
+    name: str
+    value: str
+    traceback: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A rank's process ended. `how`: "was killed by SIGKILL", "exited with 1". `words`: the end of its standard error."""
+
+    rank: int
+    how: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A rank has come to the end of the cell, in whatever way."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """Something that paceline itself has to say while the cell runs."""
+
+    text: str
+
+
+Event = Wrote | Showed | Cleared | Failed | Died | Ended | Noticed
+
+
+class View(Protocol):
+    """Where the events of one cell are shown. Called on the thread that runs the cell."""
+
+    def take(self, event: Event, now: float) -> None: ...
+
+    def tick(self, now: float) -> None:
+        """Called at least every 50 ms, so that lines which waited for equal ones come out."""
+
+    def close(self, now: float) -> None:
+        """The cell is over: show all that is still held back."""
