@@ -1,6 +1,7 @@
 """A second set of connections over the ranks of a group, for collectives that must not be mixed up with the group's."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch.distributed.distributed_c10d import Store
 
 # Which of torch's backends can be made here, and for which kind of device.
 _KINDS = {"gloo": "cpu", "nccl": "cuda"}
+# A device may be some collectives behind its host; one whose peer is gone never gets there.
+BEHIND_S = 2.0
 
 
 def own_backends(group: dist.ProcessGroup) -> dict[str, Any]:
@@ -38,3 +41,20 @@ def form_own_group(backends: Mapping[str, Any], store: Store, rank: int, size: i
         if name == "gloo" and len(backends) == 1:
             own._register_backend(torch.device("cuda"), kind, made)  # gloo moves device memory too
     return own
+
+
+def leave_own_group(own: dist.ProcessGroup, last: Sequence[Any]) -> None:
+    """Give up a group that `form_own_group` has made. `last` are the newest works that were started in it.
+
+    gloo's connections end with the group. NCCL's communicators are aborted there too, with a warning of torch that
+    nobody destroyed them, and with whatever collective is still under way: so that is waited for, a moment.
+    """
+    if torch.device("cuda") not in own._device_types or torch.cuda.is_current_stream_capturing():
+        return
+    backend = own._get_backend(torch.device("cuda"))
+    if backend.name() != "nccl":
+        return
+    until = time.monotonic() + BEHIND_S
+    while not all(work.is_completed() for work in last) and time.monotonic() < until:
+        time.sleep(0.001)
+    backend.abort()

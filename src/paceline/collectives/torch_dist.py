@@ -31,7 +31,7 @@ from paceline.collectives.api import (
     describe,
 )
 from paceline.collectives.finite import ADDING, Sent
-from paceline.collectives.own_group import form_own_group, own_backends
+from paceline.collectives.own_group import form_own_group, leave_own_group, own_backends
 from paceline.collectives.peers import StoreCall
 from paceline.collectives.torch_work import Pin, SeenWork, SlicedWork, StagedWork, StreamWork, current_device
 from paceline.collectives.wait import finish
@@ -69,6 +69,7 @@ class TorchDistTransport:
         if not isinstance(group, dist.ProcessGroup):
             raise UsageError(f"expected a process group that this rank is a member of, got {group!r}")
         self._group = group
+        self._own = own_group
         self._moves = own_group or group
         self._devices = devices
         self._rank = group.rank()
@@ -210,7 +211,10 @@ class TorchDistTransport:
         return apart
 
     def close(self) -> None:
-        """The group belongs to whoever made it, so there is nothing to give back."""
+        """A group of its own is given up. Any other belongs to whoever made it."""
+        own, self._own = self._own, None
+        if own is not None:
+            leave_own_group(own, list(self._recent)[-1:])
 
     def _must_stage(self, tensor: torch.Tensor) -> bool:
         """Whether a host tensor meets a group that only moves device memory, as one formed with "nccl" alone does."""

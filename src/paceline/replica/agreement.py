@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from paceline.agree import Rotation, StartedWord, first_not_finite, heal, locate, start_word
 from paceline.agree.capsule import Kind
 from paceline.collectives.api import Transport
+from paceline.collectives.wait import finish
 from paceline.errors import NoMajority, NotFiniteGradients, UsageError
 from paceline.reducer.agreement import Words
 from paceline.reducer.oversight import Findings, Verdict
@@ -131,7 +132,10 @@ class Overseer:
         if self.looks_at_sums:
             for rank in self._transport.not_finite():
                 mask |= 1 << min(rank, 62)
-        return Findings(0 if self._word is None else self._word.word(), self._signature, mask)
+        # Forgotten here and not when the next step begins: that one may be captured, and pinned memory that is given
+        # back during a capture becomes a part of it.
+        word, self._word = self._word, None
+        return Findings(0 if word is None else word.word(), self._signature, mask)
 
     def judge(self, words: Sequence[Words], slots: Sequence[GradSlot]) -> Verdict:
         error = None
@@ -156,6 +160,41 @@ class Overseer:
         and reading a word would end the capture."""
         return any(param.is_cuda for _, param in self._params[:1]) and torch.cuda.is_current_stream_capturing()
 
+    # ---- another set of ranks
+
+    def begin_anew(self, transport: Transport) -> None:
+        """Go on over another transport, whose ranks have compared nothing yet."""
+        self._transport = transport
+        self._rotation, self._stale = None, True
+        self._compared = self._in_a_row = 0
+        self._word = None
+        if self.looks_at_sums:
+            transport.find_not_finite(True)
+
+    def make_equal(self, root: int) -> None:
+        """Have all ranks take the parameters and the optimizer state of the majority, or else of rank `root`."""
+        self._renew()
+        told = torch.tensor([self._signature], dtype=torch.int64)
+        every = torch.empty(self._transport.size, dtype=torch.int64)
+        work = self._transport.all_gather(every, told)
+        finish(work, what="the comparison of states", watch=self._transport.watch, timeout_s=self._timeout_s)
+        if len(set(every.tolist())) > 1:  # a rank that was replaced has no optimizer state yet
+            self._compare_parameters_only()
+            self._renew()
+        assert self._rotation is not None
+        pieces = self._rotation.whole()
+        drift = locate(pieces, self._transport, step=self._step, timeout_s=self._timeout_s)
+        if drift.tensors:
+            heal(drift, pieces, self._transport, trust=root, timeout_s=self._timeout_s)
+            if self._transport.rank == 0:
+                logger.warning(
+                    "ranks were stopped at different places of a step: %d of %d tensors of parameters and optimizer "
+                    "state differed, and have the values of %s again",
+                    len(drift.tensors),
+                    len(pieces),
+                    "the majority" if drift.healable else f"rank {root}",
+                )
+
     # ---- drift
 
     def _renew(self) -> None:
@@ -167,7 +206,7 @@ class Overseer:
         named = [*params, *buffers, *state]
         self._stale = False
         if self._rotation is None:
-            self._rotation = Rotation(named, self.agreement.state_every)
+            self._rotation = Rotation(named, max(1, self.agreement.state_every))
         else:
             self._rotation.renew(named)
         told = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named])

@@ -22,7 +22,7 @@ from paceline.layout import BucketCaps, Layout, ParamMeta, plan_layout
 from paceline.reducer.lanes import Lanes
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.settings import ReducerSettings
-from paceline.replica import arguments, start_equal
+from paceline.replica import arguments, rejoin, start_equal
 from paceline.replica.agreement import Agreement, Overseer
 from paceline.replica.capsules import CapsuleWriter
 from paceline.replica.guard import StepGuard
@@ -327,6 +327,8 @@ class DistributedDataParallel(Stepping):
             return inputs, kwargs
         if not self._lazy_init_ran:
             self._lazy_init()
+        if self._group_is_gone:
+            rejoin.rejoin(self)
         core = self._core
         core.before_forward(grads=torch.is_grad_enabled(), training=self.training)
         if torch.is_grad_enabled() and core.sync_on:

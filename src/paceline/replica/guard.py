@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from paceline.errors import UnreducedGradients
 from paceline.reducer.reducer import Reducer
+from paceline.trace import Moment
 
 logger = logging.getLogger("paceline")
 
@@ -44,8 +50,12 @@ class StepGuard:
         self._ignored = ignored
         self._refuses = refuses
         self._closed = False
+        self._stepping: set[int] = set()  # ids of optimizers; one may step inside another's step
         _remove_closed_guards()
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._handles = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
 
     def close(self) -> None:
         """Look no more. The hook itself is removed when the next guard is made: a replica may be collected while some
@@ -83,6 +93,15 @@ class StepGuard:
         reducer.ledger.stepped()
         if reducer.oversight is not None:
             reducer.oversight.note_optimizer(optimizer, local=reducer.ledger.local_steps > 0)
+        if not torch.compiler.is_dynamo_compiling():  # it cannot trace a clock, and warns
+            self._stepping.add(id(optimizer))
+            reducer.trace.stamp(Moment.OPTIMIZER_BEGIN, reducer.reductions)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling() and id(optimizer) in self._stepping:
+            self._stepping.discard(id(optimizer))
+            if (reducer := self._reducer()) is not None:
+                reducer.trace.stamp(Moment.OPTIMIZER_END, reducer.reductions)
 
     def _refuse_unmanaged(self, module: nn.Module, params: dict[int, torch.Tensor]) -> None:
         """Parameters that came, or were unfrozen, after wrapping: nobody reduces their gradients."""
@@ -101,7 +120,19 @@ def _remove_closed_guards() -> None:
     for hook in list(_global_optimizer_pre_hooks.values()):
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, StepGuard) and owner._closed:
-            owner._handle.remove()
+            for handle in owner._handles:
+                handle.remove()
+
+
+def live_replicas() -> list[tuple[nn.Module, Reducer]]:
+    """The modules that are wrapped in this process, oldest first, each with its reducer.
+
+    Every replica has a guard among torch's hooks, so nobody else has to keep a list.
+    """
+    owners = [getattr(hook, "__self__", None) for hook in list(_global_optimizer_pre_hooks.values())]
+    guards = [owner for owner in owners if isinstance(owner, StepGuard) and not owner._closed]
+    found = [(guard._module(), guard._reducer()) for guard in guards]
+    return [(module, reducer) for module, reducer in found if module is not None and reducer is not None]
 
 
 def _message(names: list[str]) -> str:

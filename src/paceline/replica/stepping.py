@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.reducer import lane_step
 from paceline.reducer.agreement import Vote
 from paceline.reducer.weighting import hold_weighted
-from paceline.replica import arguments
+from paceline.replica import arguments, rejoin
 from paceline.replica.lanes import LaneLoop, Micro
 from paceline.replica.torch_surface import TorchSurface
 
@@ -126,6 +126,8 @@ class Stepping(TorchSurface):
         """
         if self._lane_count is None:
             raise UsageError("this replica has no lanes; wrap with DistributedDataParallel(module, lanes=8)")
+        if self._group_is_gone:
+            rejoin.rejoin(self)
         return self._lane_loop.run(micros, step)
 
     @property

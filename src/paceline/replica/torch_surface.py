@@ -22,7 +22,7 @@ from paceline.collectives.wait import FutureWork, finish
 from paceline.errors import IllegalMove, UsageError
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.settings import ReducerSettings
-from paceline.replica import arguments, start_equal
+from paceline.replica import arguments, rejoin, start_equal
 from paceline.replica.join import ReplicaJoinHook
 from paceline.replica.logging_data import TorchLogger
 from paceline.strategies.comm_hook import CommHook
@@ -44,6 +44,10 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         _reduction: Reduction
         _managed: arguments.Managed
         _lane_count: int | None
+
+    _group_is_gone = False  # see rejoin.py
+
+    if TYPE_CHECKING:
 
         def _build(self) -> None: ...
         def _manage(self, device_ids: Any, output_device: Any) -> None: ...
@@ -197,8 +201,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         self._core.abandon()
         if new_process_group != dist.GroupMember.NON_GROUP_MEMBER:
             self._join_world(getattr(self, "_transport_choice", "auto"), new_process_group, None)
-            self._take_own_transport()
-            self._core.move_to(self._transport)
+            rejoin.move(self)
 
     def _remove_autograd_hooks(self) -> None:
         self._core.close()

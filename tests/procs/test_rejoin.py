@@ -1,0 +1,86 @@
+"""A replica outlives its process group: stopped at different places of a step, ranks go on together in the next one."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline import DistributedDataParallel as DDP
+from paceline.errors import PeerAbsent
+from paceline.replica.rejoin import outlive_group
+from tests.models import draw, mlp
+from tests.pool import Pool
+
+LANES = 2
+
+
+def one_step(model: DDP, optimizer: torch.optim.Optimizer, number: int) -> None:
+    rank = dist.get_rank()
+    optimizer.zero_grad()
+    if model._lane_count is None:
+        model(draw(100 * number + rank, 4, 16)).square().mean().backward()
+    else:
+        micros = [draw(100 * number + lane, 4, 16) for lane in model.own_lanes]
+        for micro in model.lanes(micros, number):
+            model(micro).square().mean().backward()
+    optimizer.step()
+
+
+def form_again(rank: int, size: int, folder: str, number: int) -> int:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{number}", size), rank=rank, world_size=size)
+    return outlive_group()
+
+
+def stopped_apart(rank: int, size: int, folder: str, transport: str, lanes: int | None) -> list[list[float]]:
+    """Rank 0 waits in a reduction that rank 1 never comes to, and after the next one rank 1 makes an update alone."""
+    logging.getLogger("paceline").setLevel(logging.ERROR)
+    torch.manual_seed(3)
+    store = dist.FileStore(f"{folder}/0", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    model = DDP(mlp(16, 32, 16, 4), transport=transport, lanes=lanes, timeout=1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(3):
+        one_step(model, optimizer, number)
+    if rank == 0:
+        with pytest.raises(PeerAbsent):
+            one_step(model, optimizer, 3)
+    assert form_again(rank, size, folder, 1) == 1
+    one_step(model, optimizer, 3)
+    if rank == 1:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert form_again(rank, size, folder, 2) == 1
+    for number in range(4, 8):
+        one_step(model, optimizer, number)
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    dist.destroy_process_group()
+    return [tensor.flatten().tolist() for tensor in [*model.parameters(), *moments]]
+
+
+@pytest.mark.parametrize(("transport", "lanes"), [("shm", None), ("torch", None), ("auto", LANES)])
+def test_ranks_that_were_stopped_apart_go_on_together(
+    procs: Pool, tmp_path: Path, transport: str, lanes: int | None
+) -> None:
+    first, second = procs(2).run(stopped_apart, str(tmp_path), transport, lanes, group=False)
+    assert first == second
+
+
+def never_stopped(rank: int, size: int) -> list[list[float]]:
+    torch.manual_seed(3)
+    model = DDP(mlp(16, 32, 16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(8):
+        one_step(model, optimizer, number)
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    return [tensor.flatten().tolist() for tensor in [*model.parameters(), *moments]]
+
+
+def test_rank_0_is_the_one_that_is_believed(procs: Pool, tmp_path: Path) -> None:
+    """Its interrupted step is made again, and what rank 1 did alone is undone: nothing has happened."""
+    stopped, _ = procs(2).run(stopped_apart, str(tmp_path), "shm", None, group=False)
+    straight, _ = procs(2).run(never_stopped)
+    assert stopped == straight
