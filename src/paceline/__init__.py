@@ -64,6 +64,16 @@ _FOLDERS = (
 )
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext paceline`: N ranks behind every cell of a notebook."""
+    import_module("paceline.notebook").load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """`%unload_ext paceline`: end the ranks and take the magics out again."""
+    import_module("paceline.notebook").unload(shell)
+
+
 def __getattr__(name: str) -> Any:
     """Names are loaded when first used: the command line answers `--help` without loading torch."""
     if name in _HOMES:

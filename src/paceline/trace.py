@@ -14,13 +14,17 @@ class Moment(Enum):
 
     FORWARD_BEGIN = "forward begin"
     FORWARD_END = "forward end"
-    BACKWARD_BEGIN = "backward begin"
+    BACKWARD_ENTERED = "backward entered"  # autograd has come to the module; also in micros that are not reduced
+    BACKWARD_LEFT = "backward left"  # the last thing done inside a backward
+    BACKWARD_BEGIN = "backward begin"  # of one that is reduced: its first gradient has come
     BACKWARD_END = "backward end"  # autograd has produced its last gradient
     READY = "ready"  # all gradients of a bucket are in it
     LAUNCHED = "launched"
     COMPLETED = "completed"  # first seen complete
     WAIT_ENTERED = "wait entered"
     WAIT_LEFT = "wait left"
+    OPTIMIZER_BEGIN = "optimizer begin"
+    OPTIMIZER_END = "optimizer end"
 
 
 class Stamp(NamedTuple):
@@ -40,6 +44,11 @@ class Trace:
 
     def stamp(self, moment: Moment, backward: int, bucket: int = -1) -> None:
         self._stamps.append(Stamp(time.perf_counter_ns(), moment, backward, bucket))
+
+    @property
+    def forgets(self) -> bool:
+        """Whether it is full, so that older stamps than those held may be gone."""
+        return len(self._stamps) == self._stamps.maxlen
 
     def stamps(self) -> list[Stamp]:
         """The stamps still held, oldest first."""

@@ -251,6 +251,12 @@ def it_notices_sums_that_overflow(transport: Transport) -> None:
         overflows = not flat.isfinite().all()
         assert overflows or transport.size == 1 or op is Op.MEAN
         assert found_by_all(transport) == (set(range(transport.size)) if overflows else set()), op
+    # Also where the caller adds: rank 0's number alone is large enough to have to do with it.
+    flat = torch.full((transport.size,), 3e38 if transport.rank == 0 else 1.0)
+    for sum_of_all in (3e38, INF):
+        settle(transport, transport.exchange(torch.empty_like(flat), flat, 4))
+        transport.saw_sum(torch.tensor([1.0, sum_of_all]))
+        assert found_by_all(transport) == (set() if math.isfinite(sum_of_all) else {0})
     transport.find_not_finite(False)
 
 

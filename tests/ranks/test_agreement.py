@@ -257,6 +257,21 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(lanes: int | None) ->
         assert told[0].startswith("not-finite: the gradient of ") and told[0].endswith(" [1]")
 
 
+def test_a_sum_over_lanes_that_overflows_is_skipped_in_every_world() -> None:
+    """Each lane is finite; over 3 ranks slices are exchanged, over the others one collective adds."""
+
+    def body(transport: Transport) -> torch.Tensor | None:
+        model = DDP(nn.Linear(4, 2, bias=False), transport=transport, lanes=4, agreement=Agreement(not_finite="skip"))
+        for x in model.lanes([torch.full((1, 4), 1e38) for _ in model.own_lanes], 0):
+            with model.weight(1.0):
+                model(x).sum().backward()
+        found: torch.Tensor | None = model.module.weight.grad
+        return found
+
+    for size in (1, 2, 3, 4):
+        assert run(body, size) == [None] * size, size
+
+
 def test_too_many_in_a_row_are_an_error() -> None:
     with pytest.raises(NotFiniteGradients, match="by the batch of rank 1, and so it was in the last 2 steps"):
         run(lambda transport: poisoned(transport, None, {1, 2, 3}, patience=2), 2)

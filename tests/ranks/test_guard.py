@@ -5,11 +5,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from paceline.collectives import LocalTransport, Transport
 from paceline.collectives.threads import run
 from paceline.errors import UnreducedGradients
+from paceline.replica.guard import live_replicas
 from tests.models import DDP, Branches, assert_close, assert_same_bits, draw, mlp, values
 
 
@@ -320,3 +325,61 @@ def test_switching_synchronisation_off_does_not_allow_local_steps() -> None:
             optimizer.step()
 
     run(body, 2)
+
+
+# ---- optimizer steps in the trace
+
+
+def optimizer_stamps(model: Any) -> list[tuple[str, int]]:
+    return [(one.moment.value, one.backward) for one in model.trace.stamps() if "optimizer" in one.moment.value]
+
+
+ONE_STEP = [("optimizer begin", 1), ("optimizer end", 1)]
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_step_is_stamped_in_the_trace_of_the_replica_that_it_changes(guard: bool) -> None:
+    def body(transport: Transport) -> None:
+        model, other = (DDP(mlp(3, 3), transport=transport, guard=guard) for _ in range(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stranger = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        model(batch(transport.rank)).sum().backward()
+        optimizer.step()
+        stranger.step()
+        assert optimizer_stamps(model) == ONE_STEP
+        assert not optimizer_stamps(other)
+
+    run(body, 2)
+
+
+def test_a_step_that_is_refused_or_fails_does_not_end_in_the_trace() -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ArithmeticError("no")
+
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(3, 3), transport=transport)
+        with pytest.raises(UnreducedGradients):
+            accumulated(model, transport.rank).step()
+        assert not optimizer_stamps(model)
+        model.sync_gradients()
+        with pytest.raises(ArithmeticError):
+            Fails(model.parameters(), lr=0.1).step()
+        assert optimizer_stamps(model) == ONE_STEP[:1]
+        torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1).step()
+        assert optimizer_stamps(model) == ONE_STEP[:1]
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert optimizer_stamps(model) == [*ONE_STEP[:1], *ONE_STEP]
+
+    run(body, 2)
+
+
+def test_the_hooks_of_a_replica_that_is_gone_are_removed_with_the_next() -> None:
+    module, counts = mlp(3, 3), []
+    for _ in range(3):
+        model = DDP(module, transport=LocalTransport())
+        counts.append((len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)))
+        assert [found for found, _ in live_replicas() if found is module] == [module]
+        del model
+        assert not [found for found, _ in live_replicas() if found is module]
+    assert counts[1] == counts[2]

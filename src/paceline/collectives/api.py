@@ -126,8 +126,15 @@ class Transport(Protocol):
         """Fill `out` (size × part.numel(), same dtype) with the parts of all ranks, in rank order."""
         ...
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
-        """Cut `flat` into one equal part per rank and send part q to rank q: part q of `out` comes from rank q."""
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
+        """Cut `flat` into one equal part per rank and send part q to rank q: part q of `out` comes from rank q.
+
+        `adds`: how many tensors like `flat` the caller will add up, if it does; then `saw_sum` is shown the sum.
+        """
+        ...
+
+    def saw_sum(self, flat: torch.Tensor) -> None:
+        """What was exchanged since the last call has been added up to `flat`: finite numbers may have overflowed."""
         ...
 
     def find_not_finite(self, on: bool) -> None:

@@ -63,7 +63,9 @@ class Look:
         """The sum is there, on the current stream."""
         numbers = numbers_of(tensor)
         if numbers is not None:
-            self.after = torch.aminmax(numbers)
+            low, high = torch.aminmax(numbers)
+            there = self.before[0].device  # what was sent may have been a copy on a device
+            self.after = (low.to(there), high.to(there))
 
     def blames(self, before: Sequence[float], after: Sequence[float]) -> bool:
         if not all(map(math.isfinite, before)):
@@ -87,6 +89,7 @@ class Sent:
     def __init__(self) -> None:
         self._on = self._found = False
         self._looks: list[Look] = []
+        self._unsummed: list[Look] = []
 
     def turn(self, on: bool) -> None:
         self._on = on
@@ -110,10 +113,22 @@ class Sent:
         self._looks.append(look)
         return look
 
+    def exchanged(self, tensor: torch.Tensor, adds: int) -> None:
+        """Look at what is sent for others to add up. Whoever adds shows the sum to `summed`."""
+        look = self.look(tensor, adds)
+        if look is not None and adds > 1:
+            self._unsummed.append(look)
+
+    def summed(self, tensor: torch.Tensor) -> None:
+        """The sum of what was exchanged is there."""
+        looks, self._unsummed = self._unsummed, []
+        for look in looks:
+            look.at_result(tensor)
+
     def taken(self) -> bool:
         """Whether any was found not to be finite since the last call."""
         found, looks = self._found, self._looks
-        self._found, self._looks = False, []
+        self._found, self._looks, self._unsummed = False, [], []
         return _any_to_blame(looks) or found
 
 

@@ -68,12 +68,15 @@ class LocalTransport:
             out.view(-1).copy_(part.reshape(-1))
         return _DONE
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
         check_exchange(out, flat, 1)
-        self._sent.look(flat)
+        self._sent.exchanged(flat, adds)
         with torch.no_grad():
             out.view(-1).copy_(flat.reshape(-1))
         return _DONE
+
+    def saw_sum(self, flat: torch.Tensor) -> None:
+        self._sent.summed(flat)
 
     def find_not_finite(self, on: bool) -> None:
         self._sent.turn(on)

@@ -18,7 +18,7 @@ from paceline.collectives.api import (
     check_root,
     describe,
 )
-from paceline.collectives.finite import ADDING, all_finite, culprits
+from paceline.collectives.finite import ADDING, Sent, culprits
 from paceline.collectives.tree import tree_sum
 from paceline.collectives.watch import Reports
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerLost, UsageError
@@ -123,6 +123,7 @@ class ThreadTransport:
         self._started = 0
         self._watch = _ThreadWatch(world, rank)
         self._found: set[int] | None = None  # ranks whose numbers are not finite; None: nobody looks
+        self._sent = Sent()
 
     @property
     def rank(self) -> int:
@@ -195,10 +196,9 @@ class ThreadTransport:
 
         return self._start(describe("all_gather", part, ""), [out, part], compute)
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
         check_exchange(out, flat, self._size)
-        if self._found is not None and not all_finite(flat):
-            self._found.add(self._rank)
+        self._sent.exchanged(flat, adds)
 
         def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
             parts = torch.stack([tensors[1].reshape(self._size, -1) for tensors in all_tensors], dim=1)
@@ -207,11 +207,15 @@ class ThreadTransport:
 
         return self._start(describe("exchange", flat, ""), [out, flat], compute)
 
+    def saw_sum(self, flat: torch.Tensor) -> None:
+        self._sent.summed(flat)
+
     def find_not_finite(self, on: bool) -> None:
         self._found = set() if on else None
+        self._sent.turn(on)
 
     def not_finite(self) -> frozenset[int]:
-        found = frozenset(self._found or ())
+        found = frozenset(self._found or ()) | frozenset([self._rank] if self._sent.taken() else [])
         if self._found:
             self._found.clear()
         return found

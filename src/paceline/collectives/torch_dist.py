@@ -166,16 +166,19 @@ class TorchDistTransport:
         raw = self._moves._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
         return self._begun(raw, describe("all_gather", part, ""), out, 1)
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
         check_exchange(out, flat, self._size)
         if self._must_stage(flat):
             staged = out.to(current_device())
-            return StagedWork(self.exchange(staged, flat.to(current_device())), staged, out)
+            return StagedWork(self.exchange(staged, flat.to(current_device()), adds), staged, out)
         if self._is_python:
             raise UsageError("a process group written in Python has no exchange; use a reduction that needs none")
-        self._sent.look(flat)
+        self._sent.exchanged(flat, adds)
         raw = self._moves.alltoall_base(_real(out.view(-1)), _real(flat.reshape(-1)), [], [], AllToAllOptions())
         return self._begun(raw, describe("exchange", flat, ""), out, 1)
+
+    def saw_sum(self, flat: torch.Tensor) -> None:
+        self._sent.summed(flat)
 
     def find_not_finite(self, on: bool) -> None:
         self._sent.turn(on)

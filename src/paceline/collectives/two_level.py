@@ -246,8 +246,11 @@ class TwoLevelTransport:
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
         return self._flat.all_gather(out, part)
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
-        return self._flat.exchange(out, flat)
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
+        return self._flat.exchange(out, flat, adds)
+
+    def saw_sum(self, flat: torch.Tensor) -> None:
+        self._inside.saw_sum(flat)  # which tells `flat`, too
 
     def find_not_finite(self, on: bool) -> None:
         self._inside.find_not_finite(on)  # which asks `flat`, too

@@ -103,11 +103,19 @@ class Fold:
                     ranks.append(rank)
                     fronts[key] = ranks, min(at, oldest)
             # First what no rank has behind other lines; of those, the oldest.
-            key = min(fronts, key=lambda key: (len(self._writers[key]) > len(fronts[key][0]), fronts[key][1]))
+            key = min(fronts, key=lambda key: (not self._is_at_front(key, fronts), fronts[key][1]))
             ranks, oldest = fronts[key]
             if len(ranks) < self._ranks and now < oldest + FOLD_S and self._waiting <= MAX_WAITING:
                 return
+            if len(ranks) < self._ranks:  # of what came at about the same time, the lowest rank's
+                near = (key for key in fronts if fronts[key][1] < oldest + FOLD_S and self._is_at_front(key, fronts))
+                key = min((key, *near), key=lambda key: min(fronts[key][0]))
+                ranks = fronts[key][0]
             self._let_out(key, ranks)
+
+    def _is_at_front(self, key: _Key, fronts: dict[_Key, tuple[list[int], float]]) -> bool:
+        """Whether all who wrote this line have come to it."""
+        return len(self._writers[key]) == len(fronts[key][0])
 
     def _let_out(self, key: _Key, ranks: list[int]) -> None:
         writers = self._writers[key]

@@ -46,7 +46,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A rank's process ended. `how`: "was killed by SIGKILL", "exited with 1". `words`: the end of its standard error."""
+    """A rank's process ended. `how`: "was killed by SIGKILL", "exited with 1". `words`: its last lines."""
 
     rank: int
     how: str

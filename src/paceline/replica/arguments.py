@@ -1,6 +1,7 @@
 """What the constructor was given, checked before anything is started."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -45,6 +46,17 @@ def check_objects(*, timeout: float | None, transport: Any, reduction: Any) -> N
         )
     if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
         raise UsageError(f"timeout={timeout!r} is not a time; expected seconds above zero, or None")
+
+
+def or_from_environment(transport: Any, lanes: Any) -> tuple[Any, Any]:
+    """What the environment says where the constructor was told nothing: a notebook sets it for all of its cells."""
+    if transport == "auto":
+        transport = os.environ.get("PACELINE_TRANSPORT") or "auto"
+    if lanes is None and (told := os.environ.get("PACELINE_LANES")):
+        if not told.isdigit():
+            raise UsageError(f"PACELINE_LANES={told!r} is not a number of lanes; expected a whole number of at least 1")
+        lanes = int(told)
+    return transport, lanes
 
 
 def check_lanes(lanes: Any, seed: Any, size: int, module: nn.Module, **beside: bool) -> None:

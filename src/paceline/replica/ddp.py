@@ -48,14 +48,15 @@ class DistributedDataParallel(Stepping):
         overlap: reduce buckets while backward runs. With False, call `sync_gradients()` after backward.
         transport: "auto" takes shared memory for CPU tensors of ranks that share a host ("shm"), shared memory inside
             hosts and torch.distributed between them ("two-level"), and torch.distributed otherwise ("torch").
-            Or a `Transport`.
+            Or a `Transport`. The environment variable PACELINE_TRANSPORT says what "auto" is, where it is set.
         reduction: how a bucket is combined; the mean by default.
         bucket_plan: "auto" measures the first steps and cuts the buckets so that the last one is reduced soonest;
             "fixed" keeps torch's sizes, as `bucket_cap_mb` and `bucket_cap_mb_list` do when given.
         unused: "zero" lets parameters that take no part in a backward be; "error" raises on every rank.
         guard: refuse optimizer steps on gradients that were never reduced.
         timeout: seconds after which a wait for another rank is an error. None: the process group's own timeout.
-        lanes: give the same bits in a world of any size up to this number: see `lanes()`.
+        lanes: give the same bits in a world of any size up to this number: see `lanes()`. None: PACELINE_LANES of the
+            environment, or no lanes.
         seed: of the random numbers that lanes draw.
         agreement: what ranks check of each other in every step; see `Agreement`. None: its defaults, or nothing with
             `guard=False`.
@@ -102,6 +103,7 @@ class DistributedDataParallel(Stepping):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        transport, lanes = arguments.or_from_environment(transport, lanes)
         arguments.check_module(module)
         arguments.check_choices(init=init, unused=unused, bucket_plan=bucket_plan)
         arguments.check_objects(timeout=timeout, transport=transport, reduction=reduction)

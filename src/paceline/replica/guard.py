@@ -63,6 +63,7 @@ class StepGuard:
         self._closed = True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping.discard(id(optimizer))  # of one that failed in its step and is gone
         reducer, module = self._reducer(), self._module()
         if reducer is None or module is None or self._closed:
             return
@@ -93,6 +94,9 @@ class StepGuard:
         reducer.ledger.stepped()
         if reducer.oversight is not None:
             reducer.oversight.note_optimizer(optimizer, local=reducer.ledger.local_steps > 0)
+        self._stamp_begin(optimizer, reducer)
+
+    def _stamp_begin(self, optimizer: Optimizer, reducer: Reducer) -> None:
         if not torch.compiler.is_dynamo_compiling():  # it cannot trace a clock, and warns
             self._stepping.add(id(optimizer))
             reducer.trace.stamp(Moment.OPTIMIZER_BEGIN, reducer.reductions)

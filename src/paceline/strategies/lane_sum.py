@@ -123,6 +123,7 @@ def _reduce(flat: torch.Tensor, blocks: Sequence[LaneBlock], lanes: int, transpo
         yield transport.all_gather(flat[:body], own)
     if over:
         flat[body:] = rest[:over]
+    transport.saw_sum(flat)
 
 
 def _own_slice(
@@ -132,7 +133,7 @@ def _own_slice(
     rounds = []
     for part in sent:
         slices = torch.empty_like(part)
-        yield transport.exchange(slices, part)
+        yield transport.exchange(slices, part, lanes)
         rounds.append(slices.view(transport.size, -1))
     return tree_sum_of_blocks(_by_block(rounds, cut), lanes)
 

@@ -88,12 +88,13 @@ def train(run: Run, preemption: "paceline.Preemption") -> str:
         if stop or now or run.checkpoints.due(run.step):
             run.progress.note(Phase.CHECKPOINT, run.step)
             save(run)
-        if stop:
-            return "stopped"
+        # Also when it stops here: whoever goes on begins with the step after.
         if config.eval_every and run.step % config.eval_every == 0 and run.step < config.steps:
             run.progress.note(Phase.EVALUATE, run.step)
             loss = held_out_loss(run)
             run.record.held_out(run.step, loss, loss / run.text.bytes_per_token)
+        if stop:
+            return "stopped"
     if run.saved_at != run.step:
         save(run)
     return "finished"
@@ -114,7 +115,7 @@ def step_once(run: Run, lanes: list[list[Sample]]) -> tuple[list[float], float]:
         losses = [run_lane(run, micros) for micros in run.model.lanes(lanes, run.step)]
     else:
         if config.dropout:  # masks follow from the step and the rank, so a resumed run draws the same ones
-            torch.manual_seed(hash((config.seed, run.step, run.world.rank)) % 2**63)
+            torch.manual_seed(paceline.randomness.mixed(config.seed, run.step, run.world.rank))
         losses = [run_lane(run, micros) for micros in lanes]
     norm = nn.utils.clip_grad_norm_(run.net.parameters(), config.clip or float("inf"))
     run.optimizer.step()

@@ -146,14 +146,18 @@ class ShmTransport:
         in_place = part.data_ptr() == own
         return self._offer(word, part.detach(), _reader(target), apart_from=None if in_place else target)
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
         check_exchange(out, flat, self.size)
         if not _ours(flat):
-            return self._fallback.exchange(out, flat)
-        self._sent.look(flat)
+            return self._fallback.exchange(out, flat, adds)
+        self._sent.exchanged(flat, adds)
         target = out.detach()
         word = record.call_word(record.EXCHANGE, flat.dtype)
         return self._offer(word, flat.detach(), _reader(target), apart_from=target)
+
+    def saw_sum(self, flat: torch.Tensor) -> None:
+        self._sent.summed(flat)
+        self._fallback.saw_sum(flat)
 
     def find_not_finite(self, on: bool) -> None:
         self._sent.turn(on)

@@ -1,0 +1,282 @@
+"""The ranks of a notebook: started, run, interrupted, restarted and ended from the user's kernel."""
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from paceline.errors import IllegalMove, UsageError
+from paceline.launch.seat import reserve_port
+from paceline.notebook.boot import Boot, BootFailed, BootView, Stage, form
+from paceline.notebook.events import Died, Noticed, View
+from paceline.notebook.keeping import Keeping
+from paceline.notebook.kernel import Answer, Kernel, RankFacts, RankState
+from paceline.notebook.placing import Seating, Wish, environment_of, seat, wish_of
+from paceline.notebook.running import Group, Outcome, Running, with_line_numbers
+from paceline.notebook.stop import Stop
+from paceline.notebook.switchboard import Switchboard
+
+__all__ = [
+    "Answer",
+    "BootFailed",
+    "BootView",
+    "Fleet",
+    "Outcome",
+    "RankFacts",
+    "RankState",
+    "Seating",
+    "Stage",
+    "Wish",
+    "wish_of",
+]
+
+LEAVE_S = 1.0  # how long ranks have to go by themselves
+KILL_S = 5.0
+LONGEST_FOLDER = 60  # the path of a socket has at most 107 bytes
+
+
+class Fleet:
+    """N ranks, each a kernel of its own, driven by the thread that calls. Between calls nobody listens to them."""
+
+    def __init__(self, wish: Wish) -> None:
+        """Starts nothing. Raises UsageError for what this machine cannot give."""
+        self.seating = seat(wish)
+        self.size = wish.size
+        self.generation = 0
+        self._wish = wish
+        self._undo = contextlib.ExitStack()
+        self._board: Switchboard | None = None
+        self._folder = Path()
+        self._master_port = 0
+
+    # Starting and ending -------------------------------------------------------------------------------------------
+
+    def start(self, show: Callable[[BootView], None]) -> None:
+        """Start all ranks, and return when every one of them has answered and the group is formed.
+
+        Raises BootFailed when one cannot; nothing is left of any then.
+        """
+        if self._board is not None:
+            raise IllegalMove("the ranks have been started already")
+        try:
+            self._open()
+            self._boot(range(self.size), show)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        self._folder = _private_folder()
+        self._undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        holder = self._undo.enter_context(reserve_port())
+        self._master_port = holder.getsockname()[1]
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._undo.callback(context.destroy, linger=0)
+        keeping = Keeping(self.size)
+        self._undo.callback(keeping.close)
+        self._board = Switchboard([Kernel(rank, self._folder, context) for rank in range(self.size)], keeping)
+
+    def _boot(self, ranks: Sequence[int], show: Callable[[BootView], None]) -> None:
+        boot = Boot(self._there, ranks, self.ranks, show, self.seating.note)
+        boot.show(at_once=True)
+        environments = {
+            rank: environment_of(rank, self._wish, self.seating, self._master_port) for rank in range(self.size)
+        }
+        boot.launch(environments, self._folder)
+        boot.load()
+        before = self._store if self.generation else None
+        self.generation += 1
+        boot.join(self.generation, self._store, self.seating.backend, before)
+
+    def close(self) -> None:
+        """End all ranks, politely and then not, and all they have started. May be called again."""
+        board, self._board = self._board, None
+        try:
+            if board is not None:
+                _ask_to_leave(board)
+        finally:
+            if board is not None:
+                for kernel in board.kernels:
+                    kernel.close()
+            self._undo.close()
+
+    # What is known -------------------------------------------------------------------------------------------------
+
+    def ranks(self) -> list[RankFacts]:
+        """What is known of every rank, without asking it."""
+        self._there.turn(0.0, ())
+        gpu_ids: Sequence[int | None] = self.seating.gpu_ids or (None,) * self.size
+        return [
+            RankFacts(
+                rank=kernel.rank,
+                pid=kernel.pid,
+                state=kernel.state,
+                device=self.seating.devices[kernel.rank],
+                gpu_id=gpu_ids[kernel.rank],
+                python=kernel.booted.get("python", ""),
+                torch=kernel.booted.get("torch", ""),
+                died="" if kernel.died is None else kernel.died.how,
+            )
+            for kernel in self._there.kernels
+        ]
+
+    @property
+    def _there(self) -> Switchboard:
+        if self._board is None:
+            raise IllegalMove("there are no ranks: start them with %dist_init first")
+        return self._board
+
+    @property
+    def _store(self) -> Path:
+        return self._folder / f"generation{self.generation}"
+
+    # Cells ---------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        code: str,
+        ranks: Sequence[int],
+        view: View,
+        *,
+        count: int | None = None,
+        first_line: int = 1,
+        allow_stdin: bool = True,
+    ) -> Outcome:
+        """Run code on some ranks until it has ended on all of them, showing what they say as it comes.
+
+        `count` is the number of the notebook's cell and `first_line` that of the code's first line in it; tracebacks
+        name them. When an asked rank is dead, nothing is run and `deaths` says so. SIGINT meanwhile stops the ranks,
+        forms the group anew, and is told as `interrupted`. Closes the view in the end.
+        """
+        board = self._there
+        self._check_ranks(ranks)
+        try:
+            with Stop() as stop:
+                running = Running(board, view, Group(self._store, bool(self.seating.gpu_ids)), stop)
+                board.turn(0.0, ("control",))
+                if dead := self._dead_among(ranks, view):
+                    return Outcome((), dead, interrupted=False, seconds=0.0)
+                self._refuse_busy(ranks)
+                outcome = running.run(with_line_numbers(code, first_line), ranks, count, allow_stdin)
+                if outcome.interrupted:
+                    self._form_again(view)
+                return outcome
+        finally:
+            view.close(time.monotonic())
+
+    def _dead_among(self, ranks: Sequence[int], view: View) -> tuple[Died, ...]:
+        dead = tuple(died for rank in ranks if (died := self._there.kernels[rank].died) is not None)
+        if dead:
+            news, self._there.fresh_deaths = self._there.fresh_deaths, []
+            for died in (*dead, *(died for died in news if died not in dead)):
+                view.take(died, time.monotonic())
+        return dead
+
+    def _refuse_busy(self, ranks: Sequence[int]) -> None:
+        busy = [rank for rank in ranks if self._there.kernels[rank].cell is not None]
+        if busy:
+            raise IllegalMove(f"ranks {busy} are still busy with an earlier cell: interrupt or restart them first")
+
+    def _form_again(self, view: View) -> None:
+        """After an interrupt nobody knows which collectives were begun; a new group has begun none."""
+        board = self._there
+        dead = [kernel for kernel in board.kernels if kernel.died is not None]
+        if dead:
+            return  # restarting them forms it
+        before = self._store
+        self.generation += 1
+        errors = form(board, self.generation, self._store, self.seating.backend, before)
+        if errors:
+            told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
+            text = f"the group could not be formed anew ({told}); %dist_restart all starts over"
+            view.take(Noticed(text), time.monotonic())
+
+    # Questions -----------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        op: str,
+        content: Mapping[str, Any],
+        *,
+        ranks: Sequence[int],
+        buffers: Sequence[bytes] = (),
+        within_s: float = 5.0,
+    ) -> dict[int, Answer]:
+        """Ask ranks something that they answer also while a cell runs. Who is dead or silent is left out."""
+        self._check_ranks(ranks)
+        asked = {rank: {**content, "op": op} for rank in ranks}
+        return self._there.ask(asked, buffers=buffers, within_s=within_s)
+
+    def ask(self, rank: int, kind: str, content: Mapping[str, Any], within_s: float) -> dict[str, Any] | None:
+        """A question of a frontend ("complete_request", "inspect_request") to an idle rank; None for no answer."""
+        self._check_ranks([rank])
+        self._there.turn(0.0, ("control",))
+        if self._there.kernels[rank].state is not RankState.IDLE:
+            return None
+        found = self._there.ask({rank: content}, channel="shell", kind=kind, within_s=within_s)
+        return dict(found[rank].content) if rank in found else None
+
+    # Single ranks --------------------------------------------------------------------------------------------------
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """SIGKILL, and wait for the end."""
+        self._check_ranks(ranks)
+        self._kill(ranks)
+
+    def _kill(self, ranks: Sequence[int]) -> None:
+        board = self._there
+        until = time.monotonic() + KILL_S
+        for rank in ranks:
+            board.keeping.kill(rank)
+        while any(board.kernels[rank].died is None for rank in ranks) and time.monotonic() < until:
+            board.turn(0.1, ())
+
+    def restart(self, ranks: Sequence[int], show: Callable[[BootView], None]) -> None:
+        """New processes for these ranks, dead or alive; the others keep their variables. Forms the next generation."""
+        self._check_ranks(ranks)
+        board = self._there
+        board.turn(0.0, ())
+        others = [kernel for kernel in board.kernels if kernel.rank not in ranks]
+        if dead := [kernel.rank for kernel in others if kernel.died is not None]:
+            raise UsageError(f"ranks {dead} are dead too, and the group needs all: expected them among those to restart")
+        self._refuse_busy([kernel.rank for kernel in others])
+        self._kill([rank for rank in ranks if board.kernels[rank].died is None])
+        board.fresh_deaths = [died for died in board.fresh_deaths if died.rank not in ranks]
+        try:
+            self._boot(ranks, show)
+        except BaseException:
+            self._kill([rank for rank in ranks if board.kernels[rank].state is RankState.BOOTING])
+            raise
+
+    def _check_ranks(self, ranks: Sequence[int]) -> None:
+        wrong = [rank for rank in ranks if not 0 <= rank < self.size]
+        if wrong or not ranks:
+            raise UsageError(f"there is no rank {wrong}: expected some of 0 to {self.size - 1}")
+
+
+def _ask_to_leave(board: Switchboard) -> None:
+    """Ranks that run nothing leave by themselves, and their exit handlers run."""
+    board.turn(0.0, ("control",))
+    asked = [kernel for kernel in board.kernels if kernel.state is RankState.IDLE]
+    for kernel in asked:
+        kernel.send("control", "shutdown_request", {"restart": False})
+    until = time.monotonic() + LEAVE_S
+    while any(kernel.died is None for kernel in asked) and time.monotonic() < until:
+        board.turn(0.05, ())
+
+
+def _private_folder() -> Path:
+    """A folder that only this user can look into."""
+    base = tempfile.gettempdir()
+    try:
+        return Path(tempfile.mkdtemp(prefix="paceline-", dir=base if len(base) < LONGEST_FOLDER else "/tmp"))
+    except OSError as error:
+        raise UsageError(
+            f"no folder can be made in {base} for the sockets of the ranks: {error.strerror or error}; "
+            f"make room there, or set TMPDIR to a folder that can be written"
+        ) from error

@@ -1,0 +1,102 @@
+"""Stopping a cell on all ranks, wherever they are in it.
+
+**Three steps.** First the stock interrupt of a kernel: SIGINT to the rank and what it has started. Python code, sleeps,
+children and the waits of paceline end by that. Who is still busy a moment later is blocked in C++, in a collective: its
+wires are cut (`rank/wires.py`), and the store over which ranks find each other is made unreadable, since forming a
+group waits there and not at a wire. On GPUs the group is aborted as well, which ends its kernels. In the end, all ranks
+form the next generation of the group: what was in flight is lost, and so are the handles of the old group, but not a
+variable. That is done after every interrupt, also when no wire had to be cut: one rank may have left a collective that
+another never began, and the next one would meet the wrong partner.
+
+A rank that catches KeyboardInterrupt, to save something, may take its time. It is named after two seconds. Only a
+second request kills.
+"""
+
+import contextlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from paceline.notebook.events import Noticed
+from paceline.notebook.switchboard import Heard, Switchboard
+
+CUT_AFTER_S = 0.03
+CUT_ANYWAY_S = 0.15  # without the ports of ranks that do not answer
+NAMED_AFTER_S = 2.0
+KILLED_AFTER_S = 5.0
+
+
+class Interruption:
+    """One request to stop, until the last rank has stopped."""
+
+    def __init__(self, board: Switchboard, busy: Collection[int], store: Path, *, uses_gpus: bool, now: float) -> None:
+        self._board, self._store, self._uses_gpus, self._began = board, store, uses_gpus, now
+        self._ports: dict[int, list[int]] = {}
+        self._cut = self._named = False
+        self._kill_at: float | None = None
+        for rank in busy:
+            board.kernels[rank].send("control", "interrupt_request", {})
+        self._asked = {
+            rank: board.kernels[rank].send("control", "paceline_request", {"op": "ports"}) for rank in board.living()
+        }
+
+    def again(self, busy: Collection[int], now: float) -> None:
+        """The user asks once more."""
+        for rank in busy:
+            self._board.kernels[rank].send("control", "interrupt_request", {})
+        if self._kill_at is None:
+            self._kill_at = max(now, self._began + KILLED_AFTER_S)
+
+    def hear(self, heard: Heard) -> None:
+        if heard.message["parent_header"].get("msg_id") == self._asked.get(heard.rank):
+            self._ports[heard.rank] = heard.message["content"].get("ports", [])
+
+    def step(self, busy: Collection[int], now: float) -> Noticed | None:
+        """Do what is due for the ranks that are still busy."""
+        waited = now - self._began
+        if not busy:
+            return None
+        if not self._cut and waited >= CUT_AFTER_S and (self._all_known() or waited >= CUT_ANYWAY_S):
+            self._cut = True
+            self._cut_wires(busy)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = now + KILLED_AFTER_S
+            for rank in busy:
+                self._board.keeping.kill(rank)
+        if not self._named and waited >= NAMED_AFTER_S:
+            self._named = True
+            return Noticed(self._names(busy, waited))
+        return None
+
+    def _all_known(self) -> bool:
+        return set(self._board.living()) <= self._ports.keys()
+
+    def _cut_wires(self, busy: Collection[int]) -> None:
+        close_store(self._store)
+        for rank in busy:
+            kernel = self._board.kernels[rank]
+            if self._uses_gpus:
+                kernel.send("control", "paceline_request", {"op": "abort"})
+            kernel.send("control", "paceline_request", {"op": "cut", "theirs": ports_of_others(self._ports, rank)})
+
+    def _names(self, busy: Collection[int], waited: float) -> str:
+        names = " and ".join(f"rank {rank}" for rank in sorted(busy))
+        if self._kill_at is not None:
+            return f"{names} did not stop within {waited:.0f} s; killed at {KILLED_AFTER_S:.0f} s"
+        return f"{names} did not stop within {waited:.0f} s; interrupt once more to kill"
+
+
+def ports_of_others(ports: dict[int, list[int]], rank: int) -> list[int]:
+    return sorted({port for other, theirs in ports.items() if other != rank for port in theirs})
+
+
+def close_store(path: Path) -> None:
+    """Free whoever waits at the store: a link to itself cannot be opened, and torch raises instead of trying again.
+
+    A file that is missing would be waited for. One that is there, but is no store, ends the process when the store is
+    given back: torch looks whether it can be reached, and writes to it then.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    with contextlib.suppress(FileExistsError):
+        os.symlink(path.name, path)

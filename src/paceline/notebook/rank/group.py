@@ -1,0 +1,79 @@
+"""The process group of a rank: one per generation.
+
+**Why a file and not a port.** The ranks of a notebook meet over a file in the session's private folder. Nobody listens,
+so no rank is special: any of them may die and be started again while the others live on. Whoever waits at the file of
+an old generation can be freed from outside, by making the file unreadable (`notebook/interrupt.py`).
+"""
+
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from paceline.notebook.rank import wires
+from paceline.notebook.rank.boot import Place
+
+FORM_S = 30.0
+
+
+def form(place: Place, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave the generation before, if there was one, and join the next with all other ranks."""
+    import torch
+    import torch.distributed as dist
+
+    leave(content["theirs"])
+    backend, device = content["backend"], torch.device(place.device)
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(content["store"], place.size),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=FORM_S),
+            # NCCL then connects here, where a failure is told as one, and not inside the first cell.
+            device_id=device if device.type == "cuda" and "nccl" in backend else None,
+        )
+    except (RuntimeError, ValueError):
+        _forget()
+        raise
+    # The timeout above was for forming the group; collectives get torch's own default.
+    c10d = dist.distributed_c10d
+    c10d._set_pg_timeout(c10d._get_default_timeout(dist.Backend(backend)))
+    if "paceline.replica.ddp" in sys.modules:
+        import_module("paceline.replica.rejoin").note_new_generation()
+    return {"generation": content["generation"]}
+
+
+def leave(theirs: list[int]) -> None:
+    """Give up the group. With the wires cut first, nothing in it can wait for a rank that does not come."""
+    import torch.distributed as dist
+
+    wires.cut(theirs)
+    if not dist.is_initialized():
+        return
+    if "nccl" in repr(dist.get_backend_config()):
+        abort()
+    if dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except RuntimeError:  # it was broken so badly that it could not even be left
+            _forget()
+
+
+def abort() -> None:
+    """End all that NCCL does for this rank. Collectives on the device then return, and so does who waits for them."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
+def _forget() -> None:
+    # torch counts a group that failed, and names the next one by the count: this rank would never again meet ranks
+    # that counted otherwise. Destroying a default group, even of one rank, starts the count anew.
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()

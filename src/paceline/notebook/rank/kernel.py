@@ -1,0 +1,91 @@
+"""The kernel of a rank: IPython's, with three more messages."""
+
+import ctypes
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import zmq
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelapp import IPKernelApp
+from traitlets import Type
+
+from paceline.notebook.rank import boot, group, requests
+
+Reply = tuple[Mapping[str, Any], Sequence[bytes]]
+
+
+class RankKernel(IPythonKernel):
+    """`paceline_boot` and `paceline_form` come over the shell channel, so they run where cells run and never beside one.
+
+    `paceline_request` comes over the control channel, which has a thread of its own: it is answered while a cell runs,
+    also while that cell is blocked in C++.
+    """
+
+    msg_types = [*IPythonKernel.msg_types, "paceline_boot", "paceline_form"]  # noqa: RUF012 - as the base has it
+    control_msg_types = [*IPythonKernel.control_msg_types, "paceline_request"]  # noqa: RUF012
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.place = boot.Place.from_environment()
+        # C libraries hold back what they print, since nobody told them that someone looks on.
+        libc = ctypes.CDLL(None)
+        self.shell.events.register("post_execute", lambda: libc.fflush(None))
+
+    async def execute_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """Run a cell under the number that it has in the notebook."""
+        count = parent.get("metadata", {}).get("paceline", {}).get("count")
+        if count is not None:
+            self.shell.execution_count = count
+        await super().execute_request(stream, ident, parent)
+
+    async def interrupt_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """SIGINT to this process and what it started. A cell that awaits is told by a callback; its loop must wake."""
+        await super().interrupt_request(stream, ident, parent)
+        self.io_loop.add_callback(lambda: None)
+
+    async def paceline_boot(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        self._answer(stream, ident, parent, lambda content, _: (boot.boot(self.shell, self.place), ()))
+        boot.warm(self.shell)
+
+    async def paceline_form(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        self._answer(stream, ident, parent, lambda content, _: (group.form(self.place, content), ()))
+
+    async def paceline_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        self._answer(stream, ident, parent, lambda content, buffers: requests.answer(self, content, buffers))
+
+    def _answer(
+        self,
+        stream: Any,
+        ident: Any,
+        parent: dict[str, Any],
+        work: Callable[[Mapping[str, Any], Sequence[bytes]], Reply],
+    ) -> None:
+        """Reply in any case: whoever asked waits for it."""
+        buffers: Sequence[bytes] = ()
+        try:
+            found, buffers = work(parent["content"], [bytes(buffer) for buffer in parent.get("buffers", ())])
+            content = {"status": "ok", **found}
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - it is told to the one who asked
+            content = {
+                "status": "error",
+                "ename": type(error).__name__,
+                "evalue": str(error),
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc().splitlines(),
+            }
+        self.session.send(stream, "paceline_reply", content, parent, ident=ident, buffers=list(buffers))
+
+
+class RankApp(IPKernelApp):
+    """ipykernel's application around `RankKernel`."""
+
+    kernel_class = Type(RankKernel, klass="ipykernel.kernelbase.Kernel").tag(config=True)
+
+    def init_iopub(self, context: "zmq.Context[Any]") -> None:
+        """Output is never dropped, however much of it waits: the end of a cell is told on the same channel."""
+        context.setsockopt(zmq.SNDHWM, 0)
+        super().init_iopub(context)
+
+    def log_connection_info(self) -> None:
+        """Nobody else is to connect; so nothing is said about how to."""

@@ -1,0 +1,58 @@
+"""What a rank's process writes to its descriptors 1 and 2: C libraries, children, and the last words of a crash."""
+
+import codecs
+import ctypes
+import os
+
+CHUNK = 1 << 18
+LAST_BYTES = 16384
+LAST_LINES = 20
+FALLOC_FL_KEEP_SIZE = 1
+FALLOC_FL_PUNCH_HOLE = 2
+
+
+class RawOutput:
+    """One stream of one rank, in memory that the rank appends to and this process reads.
+
+    There is no file that could fill a disk, no pipe that could fill up and stop the rank while nobody reads, and what a
+    process said before it was killed is there. What was read is given back to the system.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.descriptor = os.memfd_create(name)
+        self._read_to = 0
+        self._begun_at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self) -> str:
+        """What has come since the last call, at most `CHUNK` bytes of it."""
+        data = os.pread(self.descriptor, CHUNK, self._read_to)
+        if not data:
+            return ""
+        self._read_to += len(data)
+        self._give_back(self._read_to - LAST_BYTES)
+        return self._decoder.decode(data)
+
+    def last_words(self) -> tuple[str, ...]:
+        """The end of what this process of the rank has said, read or not; nothing before it will be read any more."""
+        size = os.fstat(self.descriptor).st_size
+        start = max(self._begun_at, size - LAST_BYTES)
+        text = os.pread(self.descriptor, size - start, start).decode(errors="replace").lstrip("\0")
+        self._read_to = size
+        return tuple(text.splitlines()[-LAST_LINES:])
+
+    def begin_anew(self) -> None:
+        """Another process of the same rank goes on writing here."""
+        self._begun_at = os.fstat(self.descriptor).st_size
+
+    def _give_back(self, end: int) -> None:
+        page = os.sysconf("SC_PAGE_SIZE")
+        end -= end % page
+        if end > 0:
+            libc = ctypes.CDLL(None)
+            libc.fallocate(
+                self.descriptor, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(end)
+            )
+
+    def close(self) -> None:
+        os.close(self.descriptor)

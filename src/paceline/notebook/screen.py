@@ -1,0 +1,246 @@
+"""One stream of one rank, read as a terminal would: lines that are over, and lines that are still being rewritten."""
+
+import re
+from dataclasses import dataclass, field
+
+# More rows than this in one area are another area: whoever rewrites lines does not go back so far.
+MAX_ROWS = 16
+_MUCH = 1 << 16
+_REWRITES = re.compile(r"[\r\b]|\x1b\[[0-9;?]*[A-Zhlsu]")
+_TOKEN = re.compile(r"\r\n|[\n\r\b]|\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\n\r\b\x1b]+|\x1b")
+# The begin of something whose end decides what it is.
+_UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*|\][^\x07\x1b]{0,200})?)\Z")
+_STYLE = re.compile(r"\x1b\[([0-9;]*)m")
+
+
+class Row:
+    """One line of characters with their styles, and a place to write at."""
+
+    def __init__(self) -> None:
+        self._cells: list[tuple[str, str]] = []  # style, character
+        self.column = 0
+        self.is_fresh = True  # nobody went back in it
+
+    def write(self, text: str, style: str) -> None:
+        if self.column > _MUCH:
+            return
+        if self.column > len(self._cells):
+            self._cells += [("", " ")] * (self.column - len(self._cells))
+        self._cells[self.column : self.column + len(text)] = [(style, character) for character in text]
+        self.column += len(text)
+
+    def erase(self, how: str) -> None:
+        if how == "2":
+            self._cells.clear()
+        elif how == "1":
+            self._cells[: self.column] = [("", " ")] * min(self.column, len(self._cells))
+        else:
+            del self._cells[self.column :]
+
+    @property
+    def is_blank(self) -> bool:
+        return all(character.isspace() for _, character in self._cells)
+
+    def text(self, *, padded: bool = True) -> str:
+        """What stands in it, with the blanks at its end or without."""
+        end = len(self._cells)
+        while end and not padded and self._cells[end - 1][1].isspace():
+            end -= 1
+        found, style = [], ""
+        for wanted, character in self._cells[:end]:
+            if wanted != style:
+                found.append(("\x1b[0m" if style else "") + wanted)
+                style = wanted
+            found.append(character)
+        return "".join(found) + ("\x1b[0m" if style else "")
+
+
+@dataclass
+class Area:
+    """Lines that are rewritten in place: progress bars, dots that grow."""
+
+    rows: list[Row] = field(default_factory=lambda: [Row()])
+    at: int = 0
+    is_over: bool = False
+    changed: bool = True
+
+    @property
+    def row(self) -> Row:
+        return self.rows[self.at]
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether all its lines are ended, as far as one can see."""
+        last = self.rows[-1]
+        return len(self.rows) > 1 and self.at == len(self.rows) - 1 and last.is_fresh and last.is_blank
+
+    def lines(self) -> list[str]:
+        return [row.text(padded=False) for row in self.rows]
+
+    def down(self, count: int = 1) -> None:
+        column = self.row.column
+        self.at += count
+        while len(self.rows) <= self.at:
+            self.rows.append(Row())
+        self.row.column = column
+
+    def next_line(self) -> None:
+        self.down()
+        self.row.column = 0
+
+    def up(self, count: int) -> None:
+        column = self.row.column
+        self.at = max(0, self.at - count)
+        self.row.column = column
+        self.row.is_fresh = False
+
+
+class Screen:
+    """Takes text as it comes. Gives lines that are over, and areas when they begin; these change later, in place."""
+
+    def __init__(self) -> None:
+        self.area: Area | None = None
+        self._row = Row()
+        self._style = ""
+        self._held = ""
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether a plain line has begun and not ended."""
+        return self.area is None and not self._row.is_blank
+
+    def write(self, text: str) -> list[str | Area]:
+        text = self._held + text
+        found = _UNFINISHED.search(text)
+        self._held = found[0] if found else ""
+        text = text[: len(text) - len(self._held)]
+        if len(text) > _MUCH and "\r" in text:
+            text = _last_states(text)
+        out: list[str | Area] = []
+        is_plain = not _REWRITES.search(text) and "\x1b" not in text.rpartition("\n")[2]
+        if self.area is None and not self._style and is_plain:
+            return self._write_plain(text)
+        for token in _TOKEN.findall(text):
+            if token in ("\n", "\r\n"):
+                self._end_line(out)
+            elif token == "\r":
+                self._return(out)
+            elif token == "\b":
+                self._where().column = max(0, self._where().column - 1)
+            elif token[0] != "\x1b":
+                self._where().write(token[:_MUCH], self._style)
+                self._touch()
+            else:
+                self._obey(token)
+        return out
+
+    def linger(self) -> Area:
+        """Make the begun line an area of its own: it is shown before it ends."""
+        area = self.area = Area([self._row])
+        self._row.is_fresh = False
+        self._row = Row()
+        return area
+
+    def rest(self) -> list[str]:
+        """What is left without an end; the area is over."""
+        area, text = self.area, self._row.text()
+        self.reset()
+        if area is None and text:
+            return [text]
+        return []
+
+    def reset(self) -> None:
+        """Begin anew: what was shown stays as it is."""
+        if self.area is not None:
+            self.area.is_over = self.area.changed = True
+        self.area = None
+        self._row = Row()
+        self._style = self._held = ""
+
+    def _write_plain(self, text: str) -> list[str | Area]:
+        *lines, partial = text.split("\n")
+        found: list[str | Area] = list(lines)
+        if lines:
+            found[0] = self._row.text() + lines[0]
+            self._row = Row()
+        if len(partial) > _MUCH:  # a line without an end is not held for ever
+            found.append(self._row.text() + partial)
+            self._row = Row()
+        else:
+            self._row.write(partial, "")
+        return found
+
+    def _where(self) -> Row:
+        return self._row if self.area is None else self.area.row
+
+    def _touch(self) -> None:
+        if self.area is not None:
+            self.area.changed = True
+
+    def _return(self, out: list[str | Area]) -> None:
+        if self.area is None:
+            self.area = Area([self._row])
+            self._row = Row()
+            out.append(self.area)
+        self.area.row.column = 0
+        self.area.row.is_fresh = False
+
+    def _end_line(self, out: list[str | Area]) -> None:
+        area = self.area
+        if area is None:
+            out.append(self._row.text())
+            self._row = Row()
+            return
+        is_last = area.at == len(area.rows) - 1
+        if is_last and area.row.is_fresh and not area.row.is_blank:
+            # A line that nobody rewrote, below the bars: plain text again.
+            out.append(area.rows.pop().text())
+            area.at -= 1
+            self._leave()
+        elif is_last and len(area.rows) >= MAX_ROWS:
+            self._leave()
+        else:
+            area.next_line()
+
+    def _leave(self) -> None:
+        if self.area is not None:
+            self.area.is_over = self.area.changed = True
+        self.area, self._row = None, Row()
+
+    def _obey(self, escape: str) -> None:
+        if escape[-1] == "m":
+            self._set_style(escape)
+            return
+        what, numbers = escape[-1], escape[2:-1]
+        count = int(numbers) if numbers.isdigit() else 1
+        row = self._where()
+        if what == "K":
+            row.erase(numbers)
+        elif what in "CDG":
+            row.column = {"C": row.column + min(count, 1000), "D": max(0, row.column - count), "G": count - 1}[what]
+        elif self.area is not None and what in "AF":
+            self.area.up(count)
+        elif self.area is not None and what in "BE":
+            self.area.down(min(count, MAX_ROWS))
+        elif self.area is not None and what == "J":
+            row.erase("")
+            del self.area.rows[self.area.at + 1 :]
+        if self.area is not None and what in "EF":
+            self.area.row.column = 0
+        self._touch()
+
+    def _set_style(self, escape: str) -> None:
+        found = _STYLE.fullmatch(escape)
+        if found is None:
+            return
+        is_reset = not found[1].strip("0;")
+        self._style = "" if is_reset else (self._style + escape)[-80:]
+
+
+def _last_states(text: str) -> str:
+    """Of lines that were rewritten very often, the last state of each."""
+    found = []
+    for line in text.split("\n"):
+        states = [state for state in line.removesuffix("\r").split("\r") if state]
+        found.append("\r" + states[-1] if len(states) > 1 else line)
+    return "\n".join(found)

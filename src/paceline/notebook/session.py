@@ -1,0 +1,146 @@
+"""The ranks behind one notebook: whether there are any, and whether plain cells go to them."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.launch.lines import spans
+from paceline.notebook.collectives import collectives_in
+from paceline.notebook.events import Noticed
+from paceline.notebook.failures import RanksFailed
+from paceline.notebook.fleet import Fleet, RankState, Wish
+from paceline.notebook.output import CellView
+from paceline.notebook.panel import show_panel
+from paceline.notebook.selection import parse_ranks
+from paceline.notebook.show import IPythonShow
+from paceline.notebook.values import pack, unpack
+
+NO_RANKS = "there are no ranks yet: start them with %dist_init --num-processes 2"
+# Shorter cells train nothing worth a picture, and asking takes longer than an empty cell should.
+WORTH_A_PANEL_S = 0.1
+VALUES_S = 60.0
+
+
+class Session:
+    """What the magics act on. `mode_on`: plain cells run on the ranks."""
+
+    def __init__(self) -> None:
+        self._fleet: Fleet | None = None
+        self._wish: Wish | None = None
+        self.mode_on = False
+        self.panel_on = True
+
+    @property
+    def fleet(self) -> Fleet:
+        if self._fleet is None:
+            raise UsageError(NO_RANKS)
+        return self._fleet
+
+    @property
+    def has_ranks(self) -> bool:
+        return self._fleet is not None
+
+    def start(self, wish: Wish, show: Callable[[Any], None]) -> None:
+        """Start the ranks and return when every one of them has answered."""
+        if self._fleet is not None:
+            raise UsageError(
+                f"{self._fleet.size} ranks are running already: end them with %dist_shutdown, or start them anew with "
+                f"%dist_reset"
+            )
+        fleet = Fleet(wish)
+        try:
+            fleet.start(show)
+        except BaseException:
+            fleet.close()
+            raise
+        self._fleet, self._wish, self.mode_on = fleet, wish, True
+
+    def start_over(self, show: Callable[[Any], None]) -> None:
+        """End all ranks and start as many again, with nothing in them."""
+        if self._wish is None:
+            raise UsageError(NO_RANKS)
+        wish = self._wish
+        self.end()
+        self.start(wish, show)
+
+    def end(self) -> None:
+        """End all ranks, if there are any."""
+        fleet, self._fleet, self.mode_on = self._fleet, None, False
+        if fleet is not None:
+            fleet.close()
+
+    def choose(self, spec: str | None) -> tuple[int, ...]:
+        return parse_ranks(spec or "all", self.fleet.size)
+
+    def living(self, spec: str | None) -> tuple[int, ...]:
+        """The ranks that are meant, all of which must be alive."""
+        ranks = self.choose(spec)
+        gone = {facts.rank: facts.died for facts in self.fleet.ranks() if facts.state is RankState.DEAD}
+        dead = [rank for rank in ranks if rank in gone]
+        if dead:
+            left = [rank for rank in range(self.fleet.size) if rank not in gone]
+            told = "; ".join(f"rank {rank} {gone[rank]}" for rank in dead)
+            other = f", or run the cell on the others with %%rank [{spans(left)}]" if left else ""
+            raise UsageError(f"{told}: bring it back with %dist_restart {spans(dead)}{other}")
+        return ranks
+
+    # ---- cells
+
+    def run(self, code: str, spec: str | None, *, count: int | None, first_line: int) -> None:
+        """Run code on ranks and show what they say. Raises RanksFailed if it failed on any of them."""
+        fleet, ranks = self.fleet, self.living(spec)
+        view = CellView(ranks, fleet.size, IPythonShow())
+        if len(ranks) < fleet.size and (warning := _would_wait(code, ranks, fleet.size, first_line)):
+            view.take(Noticed(warning), time.monotonic())
+        began_ns = time.perf_counter_ns()
+        outcome = fleet.run(code, ranks, view, count=count, first_line=first_line)
+        if self.panel_on and outcome.seconds > WORTH_A_PANEL_S and not outcome.deaths and not outcome.interrupted:
+            self._show_panel(ranks, began_ns)
+        if outcome.failures or outcome.deaths or outcome.interrupted:
+            raise RanksFailed(outcome, fleet.size)
+
+    def _show_panel(self, ranks: Sequence[int], began_ns: int) -> None:
+        answers = self.fleet.request("timeline", {"since_ns": began_ns}, ranks=ranks)
+        show_panel({rank: answer.content for rank, answer in answers.items()})
+
+    # ---- variables
+
+    def pull(self, name: str, spec: str | None) -> object:
+        """The value of a variable on one rank, or a dict of those on several."""
+        ranks = self.living(spec)
+        answers = self.fleet.request("pull", {"name": name}, ranks=ranks, within_s=VALUES_S)
+        values: dict[int, object] = {}
+        for rank in ranks:
+            answer = answers[rank]
+            if "error" in answer.content:
+                raise UsageError(f"rank {rank}: {answer.content['error']}")
+            values[rank] = unpack(answer.content, answer.buffers)
+        return values[ranks[0]] if len(ranks) == 1 else values
+
+    def push(self, name: str, value: object, spec: str | None) -> tuple[int, ...]:
+        """Set a variable on ranks; returns these."""
+        ranks = self.living(spec)
+        content, buffers = pack(value, name)
+        answers = self.fleet.request("push", {"name": name, **content}, ranks=ranks, buffers=buffers, within_s=VALUES_S)
+        for rank, answer in answers.items():
+            if "error" in answer.content:
+                raise UsageError(f"rank {rank}: {answer.content['error']}")
+        return ranks
+
+
+def _would_wait(code: str, ranks: Sequence[int], size: int, first_line: int) -> str | None:
+    """The warning before a cell that runs a collective on some of the ranks only."""
+    calls = collectives_in(code)
+    if not calls:
+        return None
+    others = [rank for rank in range(size) if rank not in ranks]
+    first = calls[0]
+    return (
+        f"{first.name} in line {first.line + first_line - 1} is for all ranks, but this cell runs on "
+        f"{_named(ranks)} alone: it waits until {_named(others)} runs it too. Stop the cell to end the wait"
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"

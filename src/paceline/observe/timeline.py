@@ -1,0 +1,199 @@
+"""What a rank did when: the stamps of one replica as spans of time.
+
+A step is one optimizer update; where no optimizer was seen, one reduction. Forward, backward, exposed communication,
+optimizer and idle divide a step without gaps. Hidden communication runs beside them.
+"""
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple
+
+from paceline.trace import Moment, Stamp
+
+Interval = tuple[int, int]
+
+
+class Kind(Enum):
+    """What a span of time was spent on."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    HIDDEN = "communication hidden"  # while autograd still made gradients
+    EXPOSED = "communication exposed"  # after the last gradient: the rank could only wait
+    OPTIMIZER = "optimizer"
+    IDLE = "idle"  # none of these: data, loss, the user's own code
+
+
+class Span(NamedTuple):
+    """Nanoseconds of `time.perf_counter_ns`. `bucket` is -1 for what is not communication."""
+
+    kind: Kind
+    begin_ns: int
+    end_ns: int
+    step: int
+    bucket: int = -1
+
+
+def read_timeline(stamps: Iterable[Stamp]) -> list[Span]:
+    """The spans of every whole step, step by step, each step's by their begins.
+
+    A step's number is that of its last reduction, so it is the same on all ranks; a step without one counts on.
+    It begins where the step before ended.
+    """
+    found: list[Span] = []
+    number, reached = 0, None
+    for step in _steps(sorted(stamps, key=lambda stamp: stamp.ns)):
+        begin, end = step[0].ns if reached is None else reached, step[-1].ns
+        number = max(number + 1, max(stamp.backward for stamp in step))
+        found += sorted(_spans(step, begin, end, number), key=lambda span: (span.begin_ns, span.end_ns))
+        reached = end
+    return found
+
+
+def mean_ms(spans: Iterable[Span]) -> dict[str, float]:
+    """Milliseconds per step of every kind, under its name, and of the whole "step"."""
+    total = dict.fromkeys(Kind, 0)
+    steps = set()
+    for span in spans:
+        total[span.kind] += span.end_ns - span.begin_ns
+        steps.add(span.step)
+    scale = 1e6 * max(1, len(steps))
+    means = {kind.value: ns / scale for kind, ns in total.items()}
+    return means | {"step": sum(ns for kind, ns in total.items() if kind is not Kind.HIDDEN) / scale}
+
+
+# ---- where steps end
+
+
+def _steps(stamps: Sequence[Stamp]) -> list[list[Stamp]]:
+    """What belongs together. A rest that was not reduced is left out: an evaluation, or a step that is not over."""
+    found: list[list[Stamp]] = []
+    step: list[Stamp] = []
+    for stamp, following in pairwise([*stamps, None]):
+        assert stamp is not None
+        step.append(stamp)
+        several = following is not None and following.moment in (Moment.OPTIMIZER_BEGIN, Moment.OPTIMIZER_END)
+        if stamp.moment is Moment.OPTIMIZER_END and not several:
+            found.append(step)
+            step = []
+    return found + _reductions(step)
+
+
+def _reductions(stamps: Sequence[Stamp]) -> list[list[Stamp]]:
+    found: list[list[Stamp]] = []
+    step: list[Stamp] = []
+    reduced = False
+    for stamp in stamps:
+        if reduced and stamp.moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_ENTERED, Moment.BACKWARD_BEGIN):
+            found.append(step)
+            step, reduced = [], False
+        step.append(stamp)
+        reduced = reduced or stamp.moment is Moment.BACKWARD_END
+    return [*found, step] if reduced else found
+
+
+# ---- what is in a step
+
+
+def _spans(stamps: Sequence[Stamp], begin: int, end: int, step: int) -> list[Span]:
+    hidden, exposed = _communication(stamps)
+    found = [Span(Kind.HIDDEN, *interval, step, bucket) for interval, bucket in hidden]
+    found += [Span(Kind.EXPOSED, *interval, step, bucket) for interval, bucket in exposed]
+    taken = _merged(interval for interval, _ in exposed)
+    # Each kind has what those before it have left: waits are inside backward, a closure runs inside its optimizer.
+    for kind, intervals in (
+        (Kind.FORWARD, _pairs(stamps, Moment.FORWARD_BEGIN, Moment.FORWARD_END)),
+        (Kind.BACKWARD, _pairs(stamps, Moment.BACKWARD_ENTERED, Moment.BACKWARD_LEFT) + _reduced(stamps)),
+        (Kind.OPTIMIZER, _pairs(stamps, Moment.OPTIMIZER_BEGIN, Moment.OPTIMIZER_END)),
+        (Kind.IDLE, [(begin, end)]),
+    ):
+        left = _minus(_merged(intervals), taken)
+        found += [Span(kind, *interval, step) for interval in left]
+        taken = _merged([*taken, *left])
+    return found
+
+
+Flights = list[tuple[Interval, int]]  # when, and of which bucket
+
+
+def _communication(stamps: Sequence[Stamp]) -> tuple[Flights, Flights]:
+    """Hidden and exposed. Of buckets in flight at the same time, the time belongs to the one that left first."""
+    launched: dict[tuple[int, int], int] = {}
+    landed: dict[tuple[int, int], int] = {}
+    last_gradient: dict[int, int] = {}
+    for ns, moment, backward, bucket in stamps:
+        if moment is Moment.LAUNCHED:
+            launched.setdefault((backward, bucket), ns)
+        elif moment in (Moment.COMPLETED, Moment.WAIT_LEFT):
+            landed.setdefault((backward, bucket), ns)
+        elif moment is Moment.BACKWARD_END:
+            last_gradient[backward] = ns
+    hidden: Flights = []
+    exposed: Flights = []
+    reached = 0
+    for (backward, bucket), begin in sorted(launched.items(), key=lambda item: item[1]):
+        begin, end = max(begin, reached), landed.get((backward, bucket), 0)
+        if end <= begin:
+            continue
+        # If it is not there, the ring buffer has dropped it with all that was before.
+        border = min(max(begin, last_gradient.get(backward, begin)), end)
+        hidden += [((begin, border), bucket)] if border > begin else []
+        exposed += [((border, end), bucket)] if end > border else []
+        reached = end
+    return hidden, exposed
+
+
+def _reduced(stamps: Sequence[Stamp]) -> list[Interval]:
+    """From the first gradient of every backward that was reduced to its last wait."""
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for stamp in stamps:
+        if stamp.moment is Moment.BACKWARD_BEGIN:
+            begins[stamp.backward] = stamp.ns
+        elif stamp.moment in (Moment.BACKWARD_END, Moment.WAIT_LEFT):
+            ends[stamp.backward] = stamp.ns
+    return [(begin, ends[backward]) for backward, begin in begins.items() if backward in ends]
+
+
+def _pairs(stamps: Sequence[Stamp], opens: Moment, closes: Moment) -> list[Interval]:
+    """Pairs may be nested. What was opened and ended with an exception is never closed, and does not count."""
+    found: list[Interval] = []
+    waiting: list[int] = []
+    for stamp in stamps:
+        if stamp.moment is opens:
+            waiting.append(stamp.ns)
+        elif stamp.moment is closes and waiting:
+            found.append((waiting.pop(), stamp.ns))
+    return found
+
+
+# ---- intervals
+
+
+def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Sorted, without overlaps and empty ones."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
+def _minus(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+    """What of `intervals` is not in `taken`; both are merged."""
+    found: list[Interval] = []
+    for begin, end in intervals:
+        for out, back in taken:
+            if back <= begin:
+                continue
+            if out >= end:
+                break
+            if out > begin:
+                found.append((begin, out))
+            begin = back
+        if end > begin:
+            found.append((begin, end))
+    return found

@@ -1,0 +1,391 @@
+"""Ranks of a notebook, as processes: cells, interrupts, deaths, restarts, and that nothing is left of them."""
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import IllegalMove, UsageError
+from paceline.notebook.events import Cleared, Died, Ended, Failed, Noticed, Showed
+from paceline.notebook.fleet import BootFailed, BootView, Fleet, RankState, Stage, Wish
+from tests.notebook.conftest import Record
+
+BOTH = (0, 1)
+# Enough on a busy machine; what is measured is printed.
+SOON_S = 5.0
+
+
+def ran(fleet: Fleet, code: str, ranks: tuple[int, ...] = BOTH, *, count: int | None = None) -> Record:
+    """Run a cell that must succeed."""
+    view = Record()
+    outcome = fleet.run(code, ranks, view, count=count)
+    assert not outcome.failures, view.traceback(outcome.failures[0].rank)
+    assert not outcome.deaths and not outcome.interrupted
+    return view
+
+
+def assert_group_works(fleet: Fleet) -> None:
+    view = ran(fleet, "probe = torch.ones(1) * (rank + 1); dist.all_reduce(probe); print(probe.item())")
+    assert [view.text(rank) for rank in BOTH] == ["3.0\n", "3.0\n"]
+
+
+# Cells -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_rank_says_arrives(fleet: Fleet) -> None:
+    view = ran(
+        fleet,
+        "import sys, os, time, IPython.display as shown\n"
+        "print('out', rank); print('err', rank, file=sys.stderr)\n"
+        "handle = shown.display(shown.HTML('<b>1</b>'), display_id='one'); handle.update(shown.HTML('<b>2</b>'))\n"
+        "shown.clear_output(wait=True)\n"
+        "os.write(1, b'raw\\n'); os.write(2, b'bad\\n'); os.system('echo child')\n"
+        "rank * 10",
+    )
+    for rank in BOTH:
+        assert view.text(rank).splitlines() == [f"out {rank}", "raw", "child"]
+        assert view.text(rank, "stderr").splitlines() == [f"err {rank}", "bad"]
+        first, second, result = view.of(Showed, rank)
+        assert (first.data["text/html"], first.display_id, first.updates) == ("<b>1</b>", "one", False)
+        assert (second.data["text/html"], second.display_id, second.updates) == ("<b>2</b>", "one", True)
+        assert (result.data, result.is_result) == ({"text/plain": str(rank * 10)}, True)
+        assert view.of(Cleared, rank) == [Cleared(rank, waits=True)]
+        assert view.of(Ended, rank) == [Ended(rank)]
+    assert view.closed == 1
+
+
+def test_names_that_cells_find(fleet: Fleet) -> None:
+    view = ran(
+        fleet,
+        "print(rank, world_size, local_rank, gpu_id, device, __rank__, __world_size__, get('rank'), dist.get_rank())\n"
+        "set_seed(43); print(torch.rand(1).item(), paceline.get('ws'))",
+    )
+    first, other = view.text(0).splitlines(), view.text(1).splitlines()
+    assert first[0] == "0 2 0 None cpu 0 2 0 0"
+    assert other[0] == "1 2 1 None cpu 1 2 1 1"
+    assert first[1] == other[1]
+
+
+def test_errors_name_the_notebooks_lines(fleet: Fleet) -> None:
+    view = Record()
+    outcome = fleet.run("if rank == 1:\n    1 / 0", BOTH, view, count=7, first_line=2)
+    assert [(failure.rank, failure.name, failure.value) for failure in outcome.failures] == [
+        (1, "ZeroDivisionError", "division by zero")
+    ]
+    assert "Cell In[7], line 3" in view.traceback(1)
+    assert view.of(Failed) == list(outcome.failures)
+    assert not outcome.interrupted and not outcome.deaths
+    # Cells after an error are not refused, and IPython's own syntax works.
+    view = ran(fleet, "%%time\nprint('again')", count=8)
+    assert view.text(0).startswith("again\n") and "Wall time" in view.text(0)
+    view = Record()
+    assert fleet.run("    x = 1\n    x.nothing", [0], view, count=9, first_line=4).failures[0].name == "AttributeError"
+    assert "Cell In[9], line 5" in view.traceback(0)
+
+
+def test_other_ways_to_say_something(fleet: Fleet) -> None:
+    page = ran(fleet, "len?", (0,)).of(Showed, 0)
+    assert "Return the number of items" in page[0].data["text/plain"]
+    late = ran(fleet, "import threading; threading.Timer(0.2, lambda: print('late')).start()", (1,))
+    time.sleep(0.5)
+    assert "late\n" in late.text(1) + ran(fleet, "pass", (0,)).text(1)  # shown with whatever cell comes next
+    assert fleet.ask(0, "complete_request", {"code": "dist.all_redu", "cursor_pos": 13}, 5.0)["matches"]  # type: ignore[index]
+
+
+def test_input_is_asked_of_the_user(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(prompt: str) -> str:
+        asked.append(prompt)
+        return f"answer {len(asked)}"
+
+    monkeypatch.setattr("builtins.input", answer)
+    view = ran(fleet, "print(input('name? ').upper())")
+    assert sorted(asked) == ["[0] name? ", "[1] name? "]
+    assert sorted([view.text(0), view.text(1)]) == ["ANSWER 1\n", "ANSWER 2\n"]
+
+    def nobody(prompt: str) -> str:
+        raise EOFError("no terminal")
+
+    monkeypatch.setattr("builtins.input", nobody)
+    view = Record()
+    outcome = fleet.run("input()", [0], view)
+    assert [failure.name for failure in outcome.failures] == ["KeyboardInterrupt"]
+    assert "nobody can answer" in view.of(Noticed)[0].text
+
+
+def test_ten_megabytes(fleet: Fleet) -> None:
+    view = ran(fleet, "for _ in range(100_000): print('x' * 99)\nprint('the end')\nos.system('yes | head -c 3000000')")
+    for rank in BOTH:
+        assert len(view.text(rank)) == 10_000_000 + len("the end\n") + 3_000_000
+    view = ran(fleet, "for number in range(3000): shown.display(number)", (0,))
+    assert [event.data["text/plain"] for event in view.of(Showed, 0)] == [str(number) for number in range(3000)]
+
+
+def test_an_empty_cell_is_quick(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    took = []
+    for _ in range(40):
+        began = time.perf_counter()
+        ran(fleet, "")
+        took.append(time.perf_counter() - began)
+    with capsys.disabled():
+        sys.stdout.write(f" [an empty cell: {statistics.median(took) * 1000:.1f} ms] ")
+    assert statistics.median(took) < 0.3
+
+
+def test_values_and_facts(fleet: Fleet) -> None:
+    ran(fleet, "here = {'rank': rank}")
+    answers = fleet.request("pull", {"name": "here"}, ranks=BOTH)
+    assert sorted(answers) == [0, 1] and not answers[0].error
+    missing = fleet.request("pull", {"name": "nothing"}, ranks=[1])[1]
+    assert missing.error == "NameError: name 'nothing' is not defined on rank 1"
+    facts = fleet.request("facts", {}, ranks=BOTH)
+    assert {rank: answer.content["pid"] for rank, answer in facts.items()} == {
+        found.rank: found.pid for found in fleet.ranks()
+    }
+    assert [(found.state, found.device, found.died) for found in fleet.ranks()] == [(RankState.IDLE, "cpu", "")] * 2
+    with pytest.raises(UsageError, match="there is no rank"):
+        fleet.run("1", [2], Record())
+    with pytest.raises(IllegalMove, match="started already"):
+        fleet.start(lambda view: None)
+
+
+# Interrupts --------------------------------------------------------------------------------------------------------
+
+
+def interrupt(fleet: Fleet, code: str, capsys: pytest.CaptureFixture[str], ranks: tuple[int, ...] = (0,)) -> Record:
+    """Stop a cell that blocks after it wrote "here"."""
+    generation = fleet.generation
+    view = Record(stop_at="here")
+    outcome = fleet.run(f"print('here', flush=True)\n{code}", ranks, view)
+    took = time.monotonic() - view.stopped_at
+    with capsys.disabled():
+        sys.stdout.write(f" [back after {took:.2f} s] ")
+    assert outcome.interrupted and not outcome.deaths
+    assert took < SOON_S
+    assert fleet.generation == generation + 1
+    assert not view.of(Noticed)
+    return view
+
+
+BLOCKED = {
+    "all_reduce": "dist.all_reduce(torch.ones(3))",
+    "barrier": "dist.barrier()",
+    "new group": "dist.new_group([0, 1])",
+    "sleep": "time.sleep(100)",
+    "child": "!sleep 100",
+    "await": "import asyncio; await asyncio.sleep(100)",
+    "torch's DDP": "theirs(torch.ones(1, 3)).sum().backward()",
+    "our DDP": "ours(torch.ones(1, 3)).sum().backward()",
+}
+
+
+@pytest.fixture(scope="module")
+def replicas(fleet: Fleet) -> None:
+    ran(fleet, "import os, time; kept = torch.full((3,), float(rank))")
+    ran(fleet, "theirs = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))")
+    ran(fleet, "ours = paceline.DistributedDataParallel(torch.nn.Linear(3, 3))")
+
+
+@pytest.mark.parametrize("what", BLOCKED)
+@pytest.mark.usefixtures("replicas")
+def test_interrupt(fleet: Fleet, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupt(fleet, BLOCKED[what], capsys)
+    assert_group_works(fleet)
+    assert ran(fleet, "print(kept.tolist())").text(1) == "[1.0, 1.0, 1.0]\n"
+
+
+@pytest.mark.usefixtures("replicas")
+def test_interrupt_of_ranks_in_different_places(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    view = interrupt(fleet, "dist.all_reduce(torch.ones(3)) if rank else time.sleep(100)", capsys, BOTH)
+    assert [event.name for event in view.of(Failed)] == ["KeyboardInterrupt"] * 2
+    assert_group_works(fleet)
+
+
+@pytest.mark.usefixtures("replicas")
+def test_who_waits_for_whom_is_said(fleet: Fleet) -> None:
+    view = Record(stop_at="all_reduce")
+    outcome = fleet.run("\ndist.all_reduce(torch.ones(3))", [0], view)
+    assert outcome.interrupted
+    text = view.of(Noticed)[0].text
+    assert "rank 0" in text and "rank 1" in text and "line 2" in text
+    assert_group_works(fleet)
+
+
+@pytest.mark.usefixtures("replicas")
+def test_a_rank_that_does_not_stop_is_killed_at_the_second_request(fleet: Fleet) -> None:
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('here', flush=True); time.sleep(100)"
+    view = Record(stop_at="here")
+    again = threading.Timer(5.5, os.kill, (os.getpid(), signal.SIGINT))
+    again.start()
+    outcome = fleet.run(deaf, [1], view)
+    again.join()
+    assert outcome.interrupted
+    assert [(died.rank, died.how) for died in outcome.deaths] == [(1, "was killed by SIGKILL")]
+    assert "interrupt once more" in view.of(Noticed)[0].text
+    fleet.restart([1], lambda view: None)
+    assert_group_works(fleet)
+    ran(fleet, "import time")
+
+
+# Deaths ------------------------------------------------------------------------------------------------------------
+
+ENDS = {
+    "SIGKILL": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", ""),
+    "exit": ("import os; os.write(2, b'last words\\n'); os._exit(3)", "exited with 3", "last words"),
+    "segfault": ("import ctypes; ctypes.string_at(0)", "was killed by SIGSEGV", "Segmentation fault"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_death_in_a_cell(fleet: Fleet, end: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, how, words = ENDS[end]
+    ran(fleet, "kept = torch.full((3,), float(rank))")
+    view = Record()
+    fleet.run(f"import time; fell = time.monotonic(); print(fell, flush=True); time.sleep(0.1)\n{code}", [1], view)
+    died = view.of(Died)[0]
+    seen = view.times[view.events.index(died)] - float(view.text(1)) - 0.1
+    with capsys.disabled():
+        sys.stdout.write(f" [seen after {seen:.3f} s] ")
+    assert (died.rank, died.how) == (1, how)
+    assert words in "\n".join(died.words)
+    assert seen < SOON_S
+    assert fleet.ranks()[1].state is RankState.DEAD
+    # A cell for a dead rank is not run, on no rank.
+    again = Record()
+    assert fleet.run("print('ran')", BOTH, again).deaths == (died,)
+    assert again.of(Died) == [died] and not again.text(0)
+    assert ran(fleet, "print(kept.tolist())", (0,)).text(0) == "[0.0, 0.0, 0.0]\n"
+
+    began = time.monotonic()
+    fleet.restart([1], lambda view: None)
+    with capsys.disabled():
+        sys.stdout.write(f" [back in {time.monotonic() - began:.1f} s] ")
+    assert_group_works(fleet)
+    assert ran(fleet, "print(kept.tolist())", (0,)).text(0) == "[0.0, 0.0, 0.0]\n"
+    assert "kept" not in ran(fleet, "print(list(globals()))", (1,)).text(1)
+
+
+def test_death_while_others_wait_and_between_cells(fleet: Fleet) -> None:
+    ran(fleet, "import os, time")
+    view = Record()
+    outcome = fleet.run("if rank: time.sleep(0.2); os._exit(4)\ndist.all_reduce(torch.ones(3))", BOTH, view)
+    assert [died.how for died in outcome.deaths] == ["exited with 4"]
+    assert [failure.rank for failure in outcome.failures] == [0]
+    fleet.restart([1], lambda view: None)
+    ran(fleet, "import os, threading; threading.Timer(0.1, os._exit, (5,)).start()", (1,))
+    time.sleep(0.5)
+    view = Record()
+    outcome = fleet.run("print(1)", [0], view)  # the death of a rank that is not asked is told, and is no failure
+    assert [died.how for died in view.of(Died)] == ["exited with 5"] and view.text(0) == "1\n"
+    assert fleet.ranks()[1].died == "exited with 5"
+    fleet.kill([0])
+    with pytest.raises(UsageError, match=r"\[1\] are dead too"):
+        fleet.restart([0], lambda view: None)
+    fleet.restart([0, 1], lambda view: None)
+    assert_group_works(fleet)
+
+
+# Starts and ends ---------------------------------------------------------------------------------------------------
+
+
+def test_start_and_end(capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = Fleet(Wish(2, gpu_ids=()))
+    shown: list[BootView] = []
+    began = time.monotonic()
+    fleet.start(shown.append)
+    ready = time.monotonic() - began
+    ran(fleet, "import subprocess; child = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(child.pid)")
+    pids = [found.pid for found in fleet.ranks()]
+    assert shown[0].stages == (Stage.STARTING,) * 2 and shown[-1].stages == (Stage.READY,) * 2
+    # The keeper is killed: the ranks go with it, and can be started again.
+    keeper = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(keeper, signal.SIGKILL)
+    view = Record()
+    outcome = fleet.run("time.sleep(100)", BOTH, view)
+    assert len(outcome.deaths) == 2 and "keeps the ranks" in outcome.deaths[0].how
+    fleet.restart(BOTH, lambda view: None)
+    assert_group_works(fleet)
+    text = ran(fleet, "import subprocess; child = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(child.pid)")
+    pids += [found.pid for found in fleet.ranks()] + [int(text.text(rank)) for rank in BOTH]
+    began = time.monotonic()
+    fleet.close()
+    fleet.close()
+    with capsys.disabled():
+        sys.stdout.write(f" [ready in {ready:.1f} s, closed in {time.monotonic() - began:.1f} s] ")
+    assert not [pid for pid in pids if alive(pid)]
+    with pytest.raises(IllegalMove, match="there are no ranks"):
+        fleet.run("1", BOTH, Record())
+
+
+def test_a_rank_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so is damaged')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(BootFailed, match=r"rank [01] could not start: ImportError: libtorch.so is damaged") as raised:
+        Fleet(Wish(2, gpu_ids=())).start(lambda view: None)
+    assert "torch.py" in "\n".join(raised.value.words)
+    (tmp_path / "ipykernel.py").write_text("import os; os.write(2, b'no kernel here'); os._exit(9)\n")
+    with pytest.raises(BootFailed, match=r"it exited with 9\n  no kernel here"):
+        Fleet(Wish(2, gpu_ids=())).start(lambda view: None)
+
+
+def test_wishes_that_cannot_be_granted() -> None:
+    with pytest.raises(UsageError, match="there is no GPU 99"):
+        Fleet(Wish(2, gpu_ids=(99,)))
+    with pytest.raises(UsageError, match="at least 1, got 0"):
+        Fleet(Wish(0, gpu_ids=()))
+
+
+DRIVER = """
+import sys, time
+from paceline.notebook.fleet import Fleet, Wish
+from tests.notebook.conftest import Record
+
+fleet = Fleet(Wish(2, gpu_ids=()))
+fleet.start(lambda view: None)
+view = Record()
+fleet.run('''
+import subprocess
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+loader = torch.utils.data.DataLoader(range(100), num_workers=1, persistent_workers=True)
+batches = iter(loader)
+print(os.getpid(), child.pid, *(worker.pid for worker in batches._workers))
+''', (0, 1), view) if fleet.run("import os", (0, 1), Record()) else None
+print(view.text(0), view.text(1), flush=True)
+fleet.run("time.sleep(1000)" if len(sys.argv) > 1 else "import time; time.sleep(1000)", (0, 1), Record())
+"""
+
+
+def test_killing_the_users_kernel_leaves_nothing() -> None:
+    root = str(Path(__file__).parents[2])
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
+    )
+    try:
+        assert driver.stdout is not None
+        pids = [int(word) for word in (driver.stdout.readline() + driver.stdout.readline()).split()]
+        assert len(pids) == 6 and all(alive(pid) for pid in pids)
+    finally:
+        driver.kill()
+        driver.communicate()
+    until = time.monotonic() + SOON_S
+    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def alive(pid: int) -> bool:
+    """A zombie that nobody has taken in yet does nothing any more."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
