@@ -11,6 +11,11 @@ def lanes_of(rank: int, size: int, lanes: int) -> range:
     return range(first, end)
 
 
+def listed(lanes: range) -> str:
+    """`lane 3`, `lanes 2 to 5`."""
+    return f"lane {lanes[0]}" if len(lanes) == 1 else f"lanes {lanes[0]} to {lanes[-1]}"
+
+
 def aligned_blocks(first: int, count: int) -> Iterator[Block]:
     """The fewest aligned blocks that hold the parts `first` to `first + count - 1`."""
     end = first + count

@@ -15,15 +15,20 @@ def kernel_settings(device: torch.device | None = None) -> dict[str, str]:
         "mkldnn": torch.backends.mkldnn.enabled,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
+        # torch cannot be asked: the smallest numbers tell whether they are taken for zero.
+        "flush denormal": torch.full((), 1e-40, device="cpu").mul(1.0).item() == 0.0,
     }
     if device is not None and device.type == "cuda":
         found |= {
             "gpu": torch.cuda.get_device_name(device),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
+            "cudnn.enabled": torch.backends.cudnn.enabled,
             "cudnn.deterministic": torch.backends.cudnn.deterministic,
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+            "float16 sums in float16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            "bfloat16 sums in bfloat16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
             "sdp kernels": _attention_kernels(),
         }

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 import pytest
+from jupyter_core.utils import ensure_event_loop
 
 from paceline.notebook.events import Event, Failed, Noticed, Wrote
-from paceline.notebook.fleet import Fleet, Wish
+from paceline.notebook.fleet import BootView, Fleet, Wish
 from tests.conftest import Belongings, _leaks
 from tests.pool import Pool
 
@@ -58,9 +59,14 @@ class Record:
         return COLOURS.sub("", "\n".join("\n".join(event.traceback) for event in self.of(Failed, rank)))
 
 
+def unseen(view: BootView) -> None:
+    """A boot that nobody looks at."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def leak_police() -> Iterator[None]:
     """As for all tests, but per module: ranks live as long, and a rank that is started anew has other sockets."""
+    ensure_event_loop()  # made on first use by jupyter's blocking clients, and kept for the thread
     before, pool, lazy_pipe = Belongings.now(), Pool(), [""]
     yield
     deadline = time.monotonic() + 2.0
@@ -73,6 +79,6 @@ def leak_police() -> Iterator[None]:
 def fleet(leak_police: None) -> Iterator[Fleet]:
     """Two started ranks."""
     started = Fleet(Wish(2, gpu_ids=()))
-    started.start(lambda view: None)
+    started.start(unseen)
     yield started
     started.close()

@@ -1,12 +1,14 @@
-"""Run as a program: cells from standard input (a JSON list) in a real kernel; what it published goes to standard output."""
+"""Run as a program: runs cells (a JSON list on standard input) in a real kernel and writes what it published."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from jupyter_client import BlockingKernelClient, KernelManager
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
 
 KINDS = ("error", "stream", "display_data", "update_display_data", "execute_result", "clear_output")
 
@@ -39,7 +41,12 @@ def run_one(client: BlockingKernelClient, code: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    kernel = KernelManager(transport="ipc")
+    # A folder of its own: by default sockets get names in the working folder that other kernels have too.
+    with TemporaryDirectory() as folder:
+        _run(KernelManager(transport="ipc", ip=f"{folder}/kernel", connection_file=f"{folder}/kernel.json"))
+
+
+def _run(kernel: KernelManager) -> None:
     kernel.start_kernel()
     client = kernel.blocking_client()
     client.start_channels()

@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import IllegalMove, UsageError
 from paceline.notebook.events import Cleared, Died, Ended, Failed, Noticed, Showed
 from paceline.notebook.fleet import BootFailed, BootView, Fleet, RankState, Stage, Wish
-from tests.notebook.conftest import Record
+from tests.notebook.conftest import Record, unseen
 
 BOTH = (0, 1)
 # Enough on a busy machine; what is measured is printed.
@@ -153,7 +153,7 @@ def test_values_and_facts(fleet: Fleet) -> None:
     with pytest.raises(UsageError, match="there is no rank"):
         fleet.run("1", [2], Record())
     with pytest.raises(IllegalMove, match="started already"):
-        fleet.start(lambda view: None)
+        fleet.start(unseen)
 
 
 # Interrupts --------------------------------------------------------------------------------------------------------
@@ -202,6 +202,13 @@ def test_interrupt(fleet: Fleet, what: str, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.usefixtures("replicas")
+def test_our_replica_goes_on_after_an_interrupt(fleet: Fleet) -> None:
+    ran(fleet, "ours.zero_grad(); ours(torch.full((1, 3), float(rank))).sum().backward()")
+    view = ran(fleet, "print(ours.module.weight.grad[0].tolist())")
+    assert [view.text(rank) for rank in BOTH] == ["[0.5, 0.5, 0.5]\n"] * 2
+
+
+@pytest.mark.usefixtures("replicas")
 def test_interrupt_of_ranks_in_different_places(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     view = interrupt(fleet, "dist.all_reduce(torch.ones(3)) if rank else time.sleep(100)", capsys, BOTH)
     assert [event.name for event in view.of(Failed)] == ["KeyboardInterrupt"] * 2
@@ -229,7 +236,7 @@ def test_a_rank_that_does_not_stop_is_killed_at_the_second_request(fleet: Fleet)
     assert outcome.interrupted
     assert [(died.rank, died.how) for died in outcome.deaths] == [(1, "was killed by SIGKILL")]
     assert "interrupt once more" in view.of(Noticed)[0].text
-    fleet.restart([1], lambda view: None)
+    fleet.restart([1], unseen)
     assert_group_works(fleet)
     ran(fleet, "import time")
 
@@ -264,7 +271,7 @@ def test_death_in_a_cell(fleet: Fleet, end: str, capsys: pytest.CaptureFixture[s
     assert ran(fleet, "print(kept.tolist())", (0,)).text(0) == "[0.0, 0.0, 0.0]\n"
 
     began = time.monotonic()
-    fleet.restart([1], lambda view: None)
+    fleet.restart([1], unseen)
     with capsys.disabled():
         sys.stdout.write(f" [back in {time.monotonic() - began:.1f} s] ")
     assert_group_works(fleet)
@@ -278,7 +285,7 @@ def test_death_while_others_wait_and_between_cells(fleet: Fleet) -> None:
     outcome = fleet.run("if rank: time.sleep(0.2); os._exit(4)\ndist.all_reduce(torch.ones(3))", BOTH, view)
     assert [died.how for died in outcome.deaths] == ["exited with 4"]
     assert [failure.rank for failure in outcome.failures] == [0]
-    fleet.restart([1], lambda view: None)
+    fleet.restart([1], unseen)
     ran(fleet, "import os, threading; threading.Timer(0.1, os._exit, (5,)).start()", (1,))
     time.sleep(0.5)
     view = Record()
@@ -287,12 +294,19 @@ def test_death_while_others_wait_and_between_cells(fleet: Fleet) -> None:
     assert fleet.ranks()[1].died == "exited with 5"
     fleet.kill([0])
     with pytest.raises(UsageError, match=r"\[1\] are dead too"):
-        fleet.restart([0], lambda view: None)
-    fleet.restart([0, 1], lambda view: None)
+        fleet.restart([0], unseen)
+    fleet.restart([0, 1], unseen)
     assert_group_works(fleet)
 
 
 # Starts and ends ---------------------------------------------------------------------------------------------------
+
+
+CHILD = """
+import subprocess
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print(child.pid)
+"""
 
 
 def test_start_and_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +315,7 @@ def test_start_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     fleet.start(shown.append)
     ready = time.monotonic() - began
-    ran(fleet, "import subprocess; child = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(child.pid)")
+    ran(fleet, CHILD)
     pids = [found.pid for found in fleet.ranks()]
     assert shown[0].stages == (Stage.STARTING,) * 2 and shown[-1].stages == (Stage.READY,) * 2
     # The keeper is killed: the ranks go with it, and can be started again.
@@ -310,9 +324,9 @@ def test_start_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     view = Record()
     outcome = fleet.run("time.sleep(100)", BOTH, view)
     assert len(outcome.deaths) == 2 and "keeps the ranks" in outcome.deaths[0].how
-    fleet.restart(BOTH, lambda view: None)
+    fleet.restart(BOTH, unseen)
     assert_group_works(fleet)
-    text = ran(fleet, "import subprocess; child = subprocess.Popen(['sleep', '1000'], start_new_session=True); print(child.pid)")
+    text = ran(fleet, CHILD)
     pids += [found.pid for found in fleet.ranks()] + [int(text.text(rank)) for rank in BOTH]
     began = time.monotonic()
     fleet.close()
@@ -328,11 +342,11 @@ def test_a_rank_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so is damaged')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(BootFailed, match=r"rank [01] could not start: ImportError: libtorch.so is damaged") as raised:
-        Fleet(Wish(2, gpu_ids=())).start(lambda view: None)
+        Fleet(Wish(2, gpu_ids=())).start(unseen)
     assert "torch.py" in "\n".join(raised.value.words)
     (tmp_path / "ipykernel.py").write_text("import os; os.write(2, b'no kernel here'); os._exit(9)\n")
     with pytest.raises(BootFailed, match=r"it exited with 9\n  no kernel here"):
-        Fleet(Wish(2, gpu_ids=())).start(lambda view: None)
+        Fleet(Wish(2, gpu_ids=())).start(unseen)
 
 
 def test_wishes_that_cannot_be_granted() -> None:
@@ -343,22 +357,21 @@ def test_wishes_that_cannot_be_granted() -> None:
 
 
 DRIVER = """
-import sys, time
 from paceline.notebook.fleet import Fleet, Wish
-from tests.notebook.conftest import Record
+from tests.notebook.conftest import Record, unseen
 
 fleet = Fleet(Wish(2, gpu_ids=()))
-fleet.start(lambda view: None)
+fleet.start(unseen)
 view = Record()
 fleet.run('''
-import subprocess
+import os, subprocess, time
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 loader = torch.utils.data.DataLoader(range(100), num_workers=1, persistent_workers=True)
 batches = iter(loader)
 print(os.getpid(), child.pid, *(worker.pid for worker in batches._workers))
-''', (0, 1), view) if fleet.run("import os", (0, 1), Record()) else None
+''', (0, 1), view)
 print(view.text(0), view.text(1), flush=True)
-fleet.run("time.sleep(1000)" if len(sys.argv) > 1 else "import time; time.sleep(1000)", (0, 1), Record())
+fleet.run("time.sleep(1000)", (0, 1), Record())
 """
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -156,46 +157,47 @@ def test_text_is_published_in_batches() -> None:
 # ---- bars
 
 
-def bars(cell: Cell, ranks: int, code: str) -> Iterator[None]:
-    """tqdm on several ranks, step by step."""
-    tqdm = pytest.importorskip("tqdm").tqdm
+class ToCell:
+    """A file that tqdm writes to: standard error of a rank."""
 
-    class To:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
+    def __init__(self, cell: Cell, rank: int) -> None:
+        self.cell, self.rank = cell, rank
 
-        def write(self, text: str) -> None:
-            cell.err(self.rank, text)
+    def write(self, text: str) -> None:
+        self.cell.err(self.rank, text)
 
-        def flush(self) -> None:
-            pass
+    def flush(self) -> None:
+        pass
 
-    def loop(rank: int) -> Iterator[None]:
-        options = {
-            "file": To(rank),
-            "ascii": True,
-            "mininterval": 0,
-            "ncols": 60,
-            "bar_format": "{desc}{n_fmt}/{total_fmt}|{bar}|",
-        }
-        if code == "one":
-            for _ in tqdm(range(4), desc=f"r{rank} ", **options):
+
+def loop(cell: Cell, rank: int, kind: str) -> Iterator[None]:
+    """A rank's loop with tqdm, step by step. tqdm counts bars of one process, so each is told its position here."""
+
+    def bar(count: int, text: str, position: int = 0) -> Iterator[int]:
+        tqdm = pytest.importorskip("tqdm").tqdm
+        looks = {"ascii": True, "ncols": 60, "bar_format": "{desc}{n_fmt}/{total_fmt}|{bar}|"}
+        options = {"file": ToCell(cell, rank), "mininterval": 0, "leave": not position, "position": position, **looks}
+        found: Iterator[int] = iter(tqdm(range(count), desc=text, **options))
+        return found
+
+    if kind == "one":
+        for _ in bar(4, f"r{rank} "):
+            yield
+    elif kind == "nested":
+        for epoch in bar(2, "epochs "):
+            for _ in bar(3, f"r{rank}e{epoch} ", 1):
                 yield
-        elif code == "nested":
-            for epoch in tqdm(range(2), desc="epochs ", **options):
-                for _ in tqdm(range(3), desc=f"r{rank}e{epoch} ", leave=False, **options):
-                    yield
-        else:
-            for epoch in range(2):
-                for _ in tqdm(range(3), desc=f"r{rank}e{epoch} ", **options):
-                    yield
-                cell.out(rank, f"loss {epoch}\n")
+    else:
+        for epoch in range(2):
+            for _ in bar(3, f"r{rank}e{epoch} "):
+                yield
+            cell.out(rank, f"loss {epoch}\n")
 
-    loops = [loop(rank) for rank in range(ranks)]
-    while True:
-        ended = [next(one, "end") == "end" for one in loops]
-        if all(ended):
-            return
+
+def bars(cell: Cell, ranks: int, kind: str) -> Iterator[None]:
+    """All ranks side by side."""
+    loops = [loop(cell, rank, kind) for rank in range(ranks)]
+    while [one for one in loops if next(one, "end") != "end"]:
         yield
 
 
@@ -309,7 +311,7 @@ def test_a_page_that_cannot_replace_gets_lines() -> None:
         Showed(0, {"text/plain": "1"}, {}, display_id="a"),
         Showed(0, {"text/plain": "2"}, {}, display_id="a", updates=True),
     )
-    assert cell.close() == [("stdout", "[0] without an end\n[0] <Figure>\n[1] (image/png)\n[0] 1\n[0] 2\n")]
+    assert cell.close() == [("stdout", "[0] without an end\n[0] <Figure>\n[0] 1\n[0] 2\n[1] (image/png)\n")]
 
 
 # ---- what a terminal does with text
@@ -327,7 +329,7 @@ def screen_lines(*texts: str) -> list[str]:
     ("texts", "lines"),
     [
         (("one\r", "\ntwo\r\n"), ["one", "two"]),
-        (("long text\rshort", "\r        \rx"), ["x"]),
+        (("long text\rshort", "\r         \rx"), ["x"]),
         (("abc\b\bX",), ["aXc"]),
         (("abc\rX\x1b[K",), ["X"]),
         (("\x1b[2Kabc\r\x1b[2Kd",), ["d"]),
@@ -459,7 +461,7 @@ def test_more_than_a_mebibyte_is_counted_and_its_end_shown() -> None:
     assert len(text) < 1.15 * (1 << 20)
     notes = [what for kind, what in cell.page.seen() if kind == "stderr"]
     assert notes[0].startswith("paceline: this cell has written more than 1 MiB")
-    assert "MiB left out here; the last 30 lines:" in notes[1]
+    assert "MiB left out here; the last 30 lines:" in "".join(notes)
     last = text.rstrip("\n").split("\n")[-30:]
     assert last[-1] == "[0] the very end"
     assert last[-2].startswith("[0-1] line 129999 xxx")
@@ -535,15 +537,36 @@ def cell(*events):
     view.close(time.monotonic())
 both = lambda stream, text: [Wrote(rank, stream, text) for rank in range(2)]
 """
-BARS = "cell(both('stdout', 'begin\\n'), both('stderr', '\\r 10%'), 0.25, Wrote(0, 'stderr', '\\r 20%'), 0.25, both('stderr', '\\r100%\\n'), both('stdout', 'end\\n'))"
-FIGURES = "cell(Showed(0, {'image/png': 'aaaa', 'text/plain': 'F'}, {}, display_id='d'), 0.2, Showed(0, {'image/png': 'bbbb'}, {}, display_id='d', updates=True), Wrote(1, 'stderr', 'red\\n'))"
+BARS = r"""
+cell(
+    both("stdout", "begin\n"), both("stderr", "\r 10%"), 0.25, Wrote(0, "stderr", "\r 20%"), 0.25,
+    both("stderr", "\r100%\n"), both("stdout", "end\n"),
+)
+"""
+FIGURES = r"""
+cell(
+    Showed(0, {"image/png": "aaaa", "text/plain": "F"}, {}, display_id="d"), 0.2,
+    Showed(0, {"image/png": "bbbb"}, {}, display_id="d", updates=True), Wrote(1, "stderr", "red\n"),
+)
+"""
+CLEARS = r"""
+cell(
+    Wrote(0, "stdout", "gone\n"), 0.2, Cleared(0, True), Wrote(0, "stdout", "new\n"), Wrote(1, "stdout", "kept\n")
+)
+"""
+MIXED = r"""
+cell(
+    Showed(0, {"image/png": "aaaa", "text/plain": "F"}, {}), Wrote(1, "stderr", "\r5"), 0.2,
+    Wrote(0, "stdout", "above\n"), 0.2, Wrote(1, "stderr", "\r6"),
+)
+"""
+SHELL = "from IPython.core.interactiveshell import InteractiveShell\nInteractiveShell.instance()\n"
 
 
 def test_a_real_kernel_publishes_it() -> None:
-    clear = "cell(Wrote(0, 'stdout', 'gone\\n'), 0.2, Cleared(0, True), Wrote(0, 'stdout', 'new\\n'), Wrote(1, 'stdout', 'kept\\n'))"
     captured = f"%%capture seen\n{BARS}"
     _, drawn, rich, cleared, _, inside = run_cells(
-        [REAL, BARS, FIGURES, clear, captured, "print(repr(seen.stdout), len(seen.outputs))"]
+        [REAL, BARS, FIGURES, CLEARS, captured, "print(repr(seen.stdout), len(seen.outputs))"]
     )
     live = [message for message in drawn if message["kind"].endswith("display_data")]
     assert [message["kind"] for message in live] == ["display_data"] + ["update_display_data"] * (len(live) - 1)
@@ -560,12 +583,26 @@ def test_a_real_kernel_publishes_it() -> None:
     assert inside[0]["text"] == repr("[0-1] begin\n[0-1] 100%\n[0-1] end\n") + " 0\n"
 
 
+def terminal(text: str) -> list[str]:
+    """What stands on a terminal in the end, if only these ways to move the cursor are used."""
+    rows, at = [""], 0
+    for up, other in re.findall(r"\x1b\[(\d+)A\r\x1b\[J|([^\x1b]+)", text):
+        if up:
+            at -= int(up)
+            del rows[at:]
+            rows.append("")
+        for number, line in enumerate(other.split("\n")):
+            if number:
+                rows.append("")
+                at += 1
+            rows[at] += line
+    return [row for row in rows if row]
+
+
 def test_a_real_terminal_shows_bars_below_the_text() -> None:
-    figure = "cell(Showed(0, {'image/png': 'aaaa', 'text/plain': 'F'}, {}), Wrote(1, 'stderr', '\\r5'), 0.2, Wrote(0, 'stdout', 'above\\n'), 0.2, Wrote(1, 'stderr', '\\r6'))"
-    script = f"from IPython.core.interactiveshell import InteractiveShell\nInteractiveShell.instance()\n{REAL}\n{BARS}\n{figure}"
+    script = f"{SHELL}{REAL}{BARS}{MIXED}"
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "80", "IPYTHONDIR": os.devnull + "/none"}
-    environment.pop("IPYTHONDIR")
+    environment = {**os.environ, "COLUMNS": "80"}
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     )
@@ -580,8 +617,7 @@ def test_a_real_terminal_shows_bars_below_the_text() -> None:
         os.close(ours)
     text = written.decode().replace("\r\n", "\n")
     assert "[0]  20%\n[1]  10%\n" in text  # a state in between
-    # One return at the beginning makes all of it an area, in which cursors may move.
-    assert [line for line in screen_lines("\r" + text) if line] == [
+    assert terminal(text) == [
         "[0-1] begin",
         "[0-1] 100%",
         "[0-1] end",

@@ -18,7 +18,10 @@ from paceline.notebook.panel import BAR, drawn, panel, widget
 from paceline.notebook.rank.timeline import SHOWN_STEPS, collect
 from paceline.notebook.verdict import verdict
 from paceline.observe.timeline import Kind
+from tests import conftest
 from tests.pool import Pool
+
+leak_police = conftest.leak_police  # per test: it knows the ranks of the session, which live on
 
 Told = dict[str, Any]
 SVG = "{http://www.w3.org/2000/svg}"

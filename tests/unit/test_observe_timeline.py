@@ -162,7 +162,7 @@ def test_hidden_and_exposed_are_what_read_overlap_says() -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[Stamp]:
-    """Steps as a reducer stamps them, with any times, micros and buckets; cut anywhere, as a ring buffer does."""
+    """Steps as a reducer stamps them, with any times, micros and buckets."""
     trace: list[Stamp] = []
     now, number = draw(st.integers(0, 100)), draw(st.integers(0, 5))
 
@@ -198,6 +198,13 @@ def steps(draw: st.DrawFn) -> list[Stamp]:
         for _ in range(draw(st.integers(0, 2))):
             stamp(M.OPTIMIZER_BEGIN)
             stamp(M.OPTIMIZER_END)
+    return trace
+
+
+@st.composite
+def cut(draw: st.DrawFn) -> list[Stamp]:
+    """As a ring buffer holds them: the begin is lost."""
+    trace = draw(steps())
     return trace[draw(st.integers(0, len(trace))) :]
 
 
@@ -207,7 +214,7 @@ anything = st.lists(
 
 
 @settings(max_examples=200)
-@given(st.one_of(steps(), anything))
+@given(st.one_of(steps(), cut(), anything))
 def test_spans_divide_every_step(trace: list[Stamp]) -> None:
     spans = read_timeline(trace)
     assert all(span.begin_ns < span.end_ns for span in spans)
@@ -231,12 +238,18 @@ def test_hidden_and_exposed_are_all_communication(trace: list[Stamp]) -> None:
     for begin in (stamp for stamp in trace if stamp.moment is M.LAUNCHED):
         key = (begin.backward, begin.bucket)
         ends = [s.ns for s in trace if s.moment in (M.COMPLETED, M.WAIT_LEFT) and (s.backward, s.bucket) == key]
-        last = max((s.ns for s in trace if s.moment is M.BACKWARD_END and s.backward == begin.backward), default=0)
+        (last,) = [s.ns for s in trace if s.moment is M.BACKWARD_END and s.backward == begin.backward]
         flown |= {ns: ns >= last for ns in range(begin.ns, min(ends))}
     spans = read_timeline(trace)
     for kind, late in ((Kind.HIDDEN, False), (Kind.EXPOSED, True)):
         counted = sum(span.end_ns - span.begin_ns for span in spans if span.kind is kind)
         assert counted == sum(is_late is late for is_late in flown.values())
+
+
+def test_what_a_ring_buffer_holds_of_a_step_without_its_last_gradient_was_exposed() -> None:
+    lost = [stamp for stamp in step(0, 1) if stamp.ns > 60] + step(100, 2)
+    launched = stamps((60, M.LAUNCHED, 1, 1))
+    assert shown([span for span in read_timeline(launched + lost) if span.step == 1])[0] == ("exposed", 60, 75)
 
 
 def test_a_full_trace_says_that_it_forgets() -> None:

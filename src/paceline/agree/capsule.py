@@ -25,6 +25,7 @@ from paceline.stored.tree import Encoder, decode
 FORMAT = "paceline capsule 1"
 Kind = Literal["divergence", "not-finite", "crash"]
 _KINDS = get_args(Kind)
+UNKNOWN_ERROR = "backward raised"  # as `error`, where what it raised was not seen
 _NO_HASH = "0" * 64
 _MAX_DEPTH = 100
 
@@ -52,7 +53,7 @@ class Capsule:
     settings: Mapping[str, Any] = field(default_factory=dict)  # what decides which kernels run
     versions: Mapping[str, str] = field(default_factory=versions)
     rng: Mapping[str, Any] | None = None  # by generator: "torch", "cuda", "python", "numpy"
-    batch: Any = None
+    batch: Any = None  # in lanes a list of their micros; else one of the forwards: args, kwargs and rng
     others: tuple[Mapping[str, Any], ...] = ()  # of other ranks: their rank, lanes, batch and rng
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     collectives: tuple[str, ...] = ()  # the last ones, oldest first
@@ -187,7 +188,7 @@ def _kept(value: Any, path: tuple[str, ...], omitted: list[str]) -> Any:
 def _can_be_encoded(value: Any) -> bool:
     try:
         Encoder().encode(value)
-    except UsageError:
+    except Exception:  # noqa: BLE001 (a tensor of another kind than those known raises what it likes)
         return False
     return True
 

@@ -80,6 +80,10 @@ class Drift:
         """What happened and what to do, the same on all ranks."""
         return drift_text.describe(self)
 
+    def text_of_healed(self, trust: int | None) -> str:
+        """What happened, and what was done: `trust` was asked where there was no majority."""
+        return drift_text.describe(self, drift_text.what_was_done(self, trust))
+
     def error(self) -> ReplicaDrift:
         name = self.tensors[0].name if self.tensors else ""
         return ReplicaDrift(self.text, ranks=self.ranks, tensor=name, step=self.step)

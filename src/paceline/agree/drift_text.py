@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 MANY = 3
 
 
-def describe(drift: "Drift") -> str:
-    """The whole message of a drift."""
+def describe(drift: "Drift", end: str = "") -> str:
+    """The whole message of a drift; its last sentence is `end`, or else what to do."""
     if not drift.tensors:
         return (
             f"ranks told different words of their state at step {drift.step}, but all {drift.compared} tensors are "
@@ -28,7 +28,7 @@ def describe(drift: "Drift") -> str:
             f"{len(drift.tensors)} of {drift.compared} tensors differ, also {', '.join(names)}{more}, "
             f"on {ranks_text(drift.ranks)}"
         )
-    sentences.append(_what_to_do(drift))
+    sentences.append(end or _what_to_do(drift))
     return ". ".join(sentences)
 
 
@@ -108,6 +108,15 @@ def _element(element: "Element", tensor: "TensorDrift") -> str:
         count = changed.bit_count()
         sentence += f"; bit {changed.bit_length() - 1} differs" if count == 1 else f"; {count} bits differ"
     return sentence
+
+
+def what_was_done(drift: "Drift", trust: int | None) -> str:
+    """For a drift that is healed."""
+    whose = "the majority" if drift.healable else f"rank {trust}, which is the one to trust"
+    return (
+        f"All ranks have the values of {whose} now, and go on; if it comes again on {ranks_text(drift.ranks)}, suspect "
+        f"memory or processor there, or code that changes state on some ranks only"
+    )
 
 
 def _what_to_do(drift: "Drift") -> str:

@@ -55,7 +55,11 @@ def _replay(
     file: Annotated[Path, typer.Argument(help="a failure capsule", metavar="FILE")],
     model: Annotated[str | None, typer.Option(help="module:function that returns the model, if it is your own")] = None,
     loss: Annotated[
-        str | None, typer.Option(help="module:function(model, micro) that returns the loss; else the mean of outputs")
+        str | None,
+        typer.Option(
+            help="module:function(model, micro) that returns the loss; else the mean of outputs. micro: in lanes what "
+            "model.lanes() yielded; otherwise the tuple of forward's arguments"
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; else what the capsule was made on")] = None,
 ) -> None:

@@ -16,7 +16,6 @@ from paceline.cli.run_job import job_from
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import Failure, Job, supervise
 
-FILE_NAME, STEPS_NAME = "PACELINE_DETERMINISM", "PACELINE_DETERMINISM_STEPS"  # replica/recording.py reads them
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2
 Line = dict[str, Any]
 
@@ -107,9 +106,10 @@ def compare(first: Sequence[Line], second: Sequence[Line], script: str) -> tuple
     counts = Counter(line["kind"] for line in first)
     steps = len({(line["replica"], line["step"]) for line in first if "step" in line})
     lanes = next((line["lanes"] for line in first if line["kind"] == "replica"), None)
-    where = f"{steps} step{'s' if steps > 1 else ''}{f' of {lanes} lanes' if lanes else ''}"
+    where = f"the first {f'{steps} steps' if steps > 1 else 'step'}{f' of {lanes} lanes' if lanes else ''}"
     seen = f"{counts['output']} outputs of modules, {counts['gradient']} gradients, {counts['buffer after']} buffers"
-    return SAME, [f"{script} gives the same bits twice: {where}; {seen}", *_kernels(settings)]
+    more = "only these were looked at; --steps N looks at more"
+    return SAME, [f"{script} gives the same bits twice in {where}: {seen}", f"  {more}", *_kernels(settings)]
 
 
 def _computed(lines: Sequence[Line]) -> list[Line]:
@@ -159,7 +159,7 @@ def _advice(line: Line, first_step: int) -> str:
     if kind == "gradient":
         return "Forward was equal: a kernel of backward is not deterministic; torch.use_deterministic_algorithms(True)."
     seed = (
-        "Lanes seed the generators of torch, Python and NumPy; this module draws from one of its own"
+        "Lanes seed the generators of torch, Python and NumPy; this module draws from a generator of its own"
         if line["lane"] is not None
         else "This module draws random numbers without a seed (lanes would seed them, else torch.manual_seed)"
     )

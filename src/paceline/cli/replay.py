@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.agree.capsule import Capsule, read_capsule
+from paceline.agree.capsule import UNKNOWN_ERROR, Capsule, read_capsule
 from paceline.agree.finite import first_not_finite
 from paceline.agree.word import readable, word_of
 from paceline.bench.tables import NOTHING, Table, render
@@ -16,11 +16,15 @@ from paceline.kernels import differences, kernel_settings
 
 REPRODUCED, NOT_REPRODUCED, UNUSABLE = 0, 1, 2
 LAST = 5
-HINT = ". If the model is called otherwise in your loop, or has another loss: --loss module:function(model, micro)"
+HINT = (
+    ". If the model is called otherwise in your loop, or has another loss: --loss module:function(model, micro), where "
+    "micro is, in lanes, what model.lanes() yielded, and otherwise the tuple of forward's arguments"
+)
+AS_DEALT = "; the capsule holds the micros as dealt: changes made inside your loop are not in it"
 
 
 def main(file: Path, model: str | None = None, loss: str | None = None, device: str | None = None) -> int:
-    """Replay one capsule. 0: the failure came again; 1: it did not; 2: it cannot be run."""
+    """Replay one capsule. 0: the failure came again; 1: it did not; 2: it cannot be run, so nobody can tell."""
     try:
         capsule = read_capsule(file)
         where = _device(capsule, device)
@@ -35,6 +39,9 @@ def main(file: Path, model: str | None = None, loss: str | None = None, device: 
     except (UsageError, CapsuleDamaged) as error:
         return _refuse(str(error))
     _say("", render(table(seen)), "")
+    if (why := all_failed(capsule, seen)) is not None:
+        _say(why)
+        return UNUSABLE
     again, words = judge(capsule, seen, subject)
     _say(*words)
     return REPRODUCED if again else NOT_REPRODUCED
@@ -58,6 +65,8 @@ def take_settings(capsule: Capsule, device: torch.device) -> list[str]:
         torch.use_deterministic_algorithms(True)
     if then.get("float32 matmul precision") in ("highest", "high", "medium"):
         torch.set_float32_matmul_precision(then["float32 matmul precision"])
+    if then.get("flush denormal") == "True":
+        torch.set_flush_denormal(True)
     unlike = differences(then, kernel_settings(device)) if then else []
     return [f"not as it was then: {text} here" for text in unlike]
 
@@ -72,7 +81,7 @@ def about(capsule: Capsule) -> list[str]:
         f"  with the state of rank {capsule.rank}{lanes}; {1 + len(capsule.others)} of {capsule.world_size} batches",
     ]
     if capsule.omitted:
-        lines.append(f"  left out: {'; '.join(capsule.omitted)}")
+        lines.append(f"  left out, or changed: {'; '.join(capsule.omitted)}")
     if capsule.collectives:
         lines.append(f"  the last it did: {'; '.join(capsule.collectives[-LAST:])}")
     return lines
@@ -83,7 +92,8 @@ def table(seen: Sequence[Seen]) -> Table:
     for one in seen:
         finite = NOTHING if one.error else "NO" if one.bad else "yes"
         numbers = [NOTHING if number is None else f"{number:.6g}" for number in (one.loss, one.norm)]
-        lane = NOTHING if one.turn.lane is None else str(one.turn.lane)
+        micro = NOTHING if one.turn.number is None else f"micro {one.turn.number}"
+        lane = micro if one.turn.lane is None else str(one.turn.lane)
         rows.append([str(one.turn.rank), lane, numbers[0], finite, numbers[1], one.error or one.bad or NOTHING])
     header = ("rank", "lane", "loss", "finite", "gradient norm", "first bad tensor")
     return Table("run again, one after another", header, rows)
@@ -92,27 +102,42 @@ def table(seen: Sequence[Seen]) -> Table:
 # ---- did it come again?
 
 
+def all_failed(capsule: Capsule, seen: Sequence[Seen]) -> str | None:
+    """If every row raises something that was not raised then: nothing was run that could tell."""
+    if not all(one.error for one in seen) or any(_is_that_crash(capsule, one) for one in seen):
+        return None
+    first = seen[0]
+    return f"it cannot be told: nothing could be run, {_place(first)} raises {first.error}{HINT}"
+
+
+def _is_that_crash(capsule: Capsule, one: Seen) -> bool:
+    if capsule.kind != "crash" or not one.error:
+        return False
+    if capsule.error == UNKNOWN_ERROR:
+        return one.in_backward
+    return one.error.partition(":")[0] == capsule.error.partition(":")[0]
+
+
 def judge(capsule: Capsule, seen: Sequence[Seen], subject: Subject) -> tuple[bool, list[str]]:
     """Whether the capsule's failure came again, and what to say of it."""
     if capsule.kind == "crash":
         return _judge_crash(capsule, seen)
     if capsule.kind == "not-finite":
-        return _judge_not_finite(seen)
+        return _judge_not_finite(capsule, seen)
     return _judge_divergence(capsule, seen, subject)
 
 
 def _judge_crash(capsule: Capsule, seen: Sequence[Seen]) -> tuple[bool, list[str]]:
-    kind = capsule.error.partition(":")[0]
     for one in seen:
-        if one.error.partition(":")[0] == kind:
+        if _is_that_crash(capsule, one):
             return True, [f"reproduced: {_place(one)} raises {one.error}"]
     other = next((one for one in seen if one.error), None)
     what = f"{_place(other)} raises something else: {other.error}" if other else "nothing was raised"
-    return False, [f"not reproduced: {what}"]
+    return False, [f"not reproduced: {what}{_as_dealt(capsule)}"]
 
 
-def _judge_not_finite(seen: Sequence[Seen]) -> tuple[bool, list[str]]:
-    bad = [one for one in seen if one.bad]
+def _judge_not_finite(capsule: Capsule, seen: Sequence[Seen]) -> tuple[bool, list[str]]:
+    bad = [one for one in seen if one.bad and not one.error]
     if bad:
         return True, [f"reproduced: {_place(one)}: not finite, first in {one.bad}" for one in bad]
     total: dict[str, torch.Tensor] = {}
@@ -126,7 +151,7 @@ def _judge_not_finite(seen: Sequence[Seen]) -> tuple[bool, list[str]]:
         return True, [f"reproduced: the gradients of all are finite, but their sum is not: {what}"]
     failed = next((one for one in seen if one.error), None)
     what = f"{_place(failed)} raises {failed.error}{HINT}" if failed else "all that was computed is finite"
-    return False, [f"not reproduced: {what}"]
+    return False, [f"not reproduced: {what}{_as_dealt(capsule)}"]
 
 
 def _judge_divergence(capsule: Capsule, seen: Sequence[Seen], subject: Subject) -> tuple[bool, list[str]]:
@@ -136,9 +161,11 @@ def _judge_divergence(capsule: Capsule, seen: Sequence[Seen], subject: Subject) 
         groups: dict[int, list[int]] = {}
         for rank, word in enumerate(words):
             groups.setdefault(word, []).append(rank)
+        if len(groups) == 1:
+            continue
         held = capsule.state.get(name)
         same = held is None or (readable(held) and word_of([held]) == words[capsule.rank])
-        again |= len(groups) > 1 and same
+        again |= same
         told = "; ".join(
             f"rank {', '.join(map(str, ranks))}: {word & (1 << 64) - 1:016x}" for word, ranks in groups.items()
         )
@@ -162,7 +189,12 @@ def _word(tensor: torch.Tensor | None) -> int | None:
 
 
 def _place(one: Seen) -> str:
-    return f"rank {one.turn.rank}" + ("" if one.turn.lane is None else f", lane {one.turn.lane}")
+    which = "" if one.turn.number is None else f", micro {one.turn.number}"
+    return f"rank {one.turn.rank}" + (which if one.turn.lane is None else f", lane {one.turn.lane}")
+
+
+def _as_dealt(capsule: Capsule) -> str:
+    return AS_DEALT if capsule.lanes else ""
 
 
 def _omitted(capsule: Capsule) -> str:

@@ -30,6 +30,7 @@ class Turn:
     lane: int | None
     micro: Any
     rng: Mapping[str, Any] | None
+    number: int | None = None  # of several forwards of a rank without lanes
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Seen:
     norm: float | None = None
     bad: str = ""  # the first thing that was not finite
     error: str = ""
+    in_backward: bool = False  # was the error raised there?
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -50,7 +52,12 @@ def turns(capsule: Capsule) -> list[Turn]:
     found = []
     for part in sorted((own, *capsule.others), key=lambda part: int(part["rank"])):
         rank, lanes, batch = part["rank"], part["lanes"], part["batch"]
-        if not lanes:
+        if not lanes and isinstance(batch, list):
+            several = len(batch) > 1
+            for number, one in enumerate(batch):
+                called = {"args": one["args"], "kwargs": one["kwargs"]}
+                found.append(Turn(rank, None, called, one["rng"], number if several else None))
+        elif not lanes:
             found.append(Turn(rank, None, batch, part["rng"]))
         elif isinstance(batch, list | tuple) and len(batch) == len(lanes):
             found += [Turn(rank, lane, micro, None) for lane, micro in zip(lanes, batch, strict=True)]
@@ -118,9 +125,15 @@ def _find(name: str) -> Callable[..., Any]:
 
 def _load(model: nn.Module, state: Mapping[str, torch.Tensor], name: str) -> None:
     try:
-        model.load_state_dict(dict(state))
+        missing, unexpected = model.load_state_dict(dict(state), strict=False)
     except RuntimeError as error:
         raise UsageError(f"the model of {name} is not the one of the capsule: {error}") from error
+    missing = [key for key in missing if not key.endswith("_extra_state")]  # a capsule holds tensors only
+    if missing or unexpected:
+        raise UsageError(
+            f"the model of {name} is not the one of the capsule: it has {', '.join(missing) or 'nothing'} that the "
+            f"capsule has not, and lacks {', '.join(unexpected) or 'nothing'} of it"
+        )
 
 
 def _trainers(settings: Mapping[str, Any], state: Mapping[str, torch.Tensor]) -> tuple[nn.Module, Losses]:
@@ -192,7 +205,9 @@ def run_turn(subject: Subject, capsule: Capsule, turn: Turn) -> Seen:
             seen.loss = 0.0
             for loss in subject.losses(model, micro):
                 watch.look("the loss", [loss])
+                seen.in_backward = True
                 loss.backward()
+                seen.in_backward = False
                 seen.loss += float(loss.detach())
         except UsageError:
             raise

@@ -49,10 +49,10 @@ def leave_own_group(own: dist.ProcessGroup, last: Sequence[Any]) -> None:
     gloo's connections end with the group. NCCL's communicators are aborted there too, with a warning of torch that
     nobody destroyed them, and with whatever collective is still under way: so that is waited for, a moment.
     """
-    if torch.device("cuda") not in own._device_types or torch.cuda.is_current_stream_capturing():
+    if torch.device("cuda") not in own._device_types:
         return
     backend = own._get_backend(torch.device("cuda"))
-    if backend.name() != "nccl":
+    if backend.name() != "nccl" or torch.cuda.is_current_stream_capturing():
         return
     until = time.monotonic() + BEHIND_S
     while not all(work.is_completed() for work in last) and time.monotonic() < until:

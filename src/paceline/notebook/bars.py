@@ -82,6 +82,12 @@ class Boards:
             board.areas = {source: area for source, area in board.areas.items() if source[0] not in gone}
         self._boards = [board for board in self._boards if board.areas]
 
+    def settle(self) -> None:
+        """Draw those whose bars are over for the last time: text that comes next stands below them."""
+        for board in self._boards:
+            if all(area.is_over for area in board.areas.values()):
+                board.draw(self._show)
+
     def draw(self, now: float, *, at_once: bool = False) -> None:
         """Bring all boards up to date, ten times a second at most."""
         if not at_once and now < self._drawn_at + EVERY_S:

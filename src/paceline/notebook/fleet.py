@@ -212,13 +212,13 @@ class Fleet:
         asked = {rank: {**content, "op": op} for rank in ranks}
         return self._there.ask(asked, buffers=buffers, within_s=within_s)
 
-    def ask(self, rank: int, kind: str, content: Mapping[str, Any], within_s: float) -> dict[str, Any] | None:
+    def ask(self, rank: int, msg_type: str, content: Mapping[str, Any], within_s: float) -> dict[str, Any] | None:
         """A question of a frontend ("complete_request", "inspect_request") to an idle rank; None for no answer."""
         self._check_ranks([rank])
         self._there.turn(0.0, ("control",))
         if self._there.kernels[rank].state is not RankState.IDLE:
             return None
-        found = self._there.ask({rank: content}, channel="shell", kind=kind, within_s=within_s)
+        found = self._there.ask({rank: content}, channel="shell", kind=msg_type, within_s=within_s)
         return dict(found[rank].content) if rank in found else None
 
     # Single ranks --------------------------------------------------------------------------------------------------
@@ -243,7 +243,9 @@ class Fleet:
         board.turn(0.0, ())
         others = [kernel for kernel in board.kernels if kernel.rank not in ranks]
         if dead := [kernel.rank for kernel in others if kernel.died is not None]:
-            raise UsageError(f"ranks {dead} are dead too, and the group needs all: expected them among those to restart")
+            raise UsageError(
+                f"ranks {dead} are dead too, and the group needs all: expected them among those to restart"
+            )
         self._refuse_busy([kernel.rank for kernel in others])
         self._kill([rank for rank in ranks if board.kernels[rank].died is None])
         board.fresh_deaths = [died for died in board.fresh_deaths if died.rank not in ranks]

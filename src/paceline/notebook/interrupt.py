@@ -13,7 +13,6 @@ second request kills.
 """
 
 import contextlib
-import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -99,4 +98,4 @@ def close_store(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     with contextlib.suppress(FileExistsError):
-        os.symlink(path.name, path)
+        path.symlink_to(path.name)

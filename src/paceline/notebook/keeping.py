@@ -1,11 +1,11 @@
 """The processes of the ranks, through the keeper.
 
-**Why nothing is left behind.** Ranks are not children of the user's kernel but of a keeper (`launch/keeper.py`), a small
-process of the standard library alone that waits at one end of a socket. The other end is here, closed on exec, so no
-child of the kernel holds it either. However this process ends, by an orderly exit, a restart of the kernel or SIGKILL,
-the system closes its end; the keeper wakes, kills all that descends from it (it is the subreaper, so also what left its
-session), and goes. When the keeper itself is killed, the system kills the ranks, who asked for that when they started,
-and what they had started is found by their session (`launch/orphans.py`).
+**Why nothing is left behind.** Ranks are not children of the user's kernel but of a keeper (`launch/keeper.py`), a
+small process of the standard library alone that waits at one end of a socket. The other end is here, closed on exec, so
+no child of the kernel holds it either. However this process ends, by an orderly exit, a restart of the kernel or
+SIGKILL, the system closes its end; the keeper wakes, kills all that descends from it (it is the subreaper, so also what
+left its session), and goes. When the keeper itself is killed, the system kills the ranks, who asked for that when they
+started, and what they had started is found by their session (`launch/orphans.py`).
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from paceline.launch.vitals import kills_for_memory
 from paceline.notebook.raw_output import RawOutput
 
 KEEPER_S = 10.0
+KEEPER_KILLED = "was ended by the system, since the process that keeps the ranks was killed"
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Keeping:
         self._rest = b""
         if living:
             end_sessions([pid for pid in living.values() if pid])
-        return [Gone(rank, "was ended by the system, since the process that keeps the ranks was killed") for rank in living]
+        return [Gone(rank, KEEPER_KILLED) for rank in living]
 
     def _say(self, **word: object) -> None:
         # When there is nobody to hear it, `news` says so.

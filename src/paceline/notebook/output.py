@@ -120,7 +120,9 @@ class CellView:
                 self._begin(source, part, now)
             else:
                 self._add_lines(event.rank, event.stream, [part], now)
-        self._overflow.count_in(len(event.text))
+        if self._overflow.has_read(len(event.text)):
+            self._fold.flush(float("inf"))
+            self._overflow.is_full = True
 
     def _add_lines(self, rank: int, stream: str, lines: Iterable[str], now: float) -> None:
         for line in lines:
@@ -244,6 +246,7 @@ class CellView:
             if not any(item is other for other in new):
                 self._show.rich(*self._content(item), name, True)
         self._replaced.clear()
+        self._boards.settle()
         self._publish_items(new)
 
     def _publish_items(self, items: Sequence[Item]) -> None:

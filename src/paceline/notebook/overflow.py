@@ -29,10 +29,10 @@ class Overflow:
         self._ends: dict[int, deque[tuple[str, str]]] = {}  # by rank: stream and text
         self._partials: dict[tuple[int, str], str] = {}
 
-    def count_in(self, characters: int) -> None:
+    def has_read(self, characters: int) -> bool:
+        """Count what came in; True when that is now too much, whatever of it was shown."""
         self._read += characters
-        if self._read > MAX_READ:
-            self.is_full = True
+        return self._read > MAX_READ and not self.is_full
 
     def has_just_filled(self) -> bool:
         """True once."""

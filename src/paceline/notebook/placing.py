@@ -56,7 +56,7 @@ def wish_of(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """"1,2" or "[1, 2]"; an empty text, "none" or "cpu" is the CPU."""
+    """ "1,2" or "[1, 2]"; an empty text, "none" or "cpu" is the CPU."""
     inner = text.strip().strip("[]()").strip()
     if inner.lower() in ("", "none", "cpu"):
         return ()

@@ -4,6 +4,8 @@ import codecs
 import ctypes
 import os
 
+from paceline.launch.tracebacks import FATAL, thread_stack
+
 CHUNK = 1 << 18
 LAST_BYTES = 16384
 LAST_LINES = 20
@@ -34,12 +36,12 @@ class RawOutput:
         return self._decoder.decode(data)
 
     def last_words(self) -> tuple[str, ...]:
-        """The end of what this process of the rank has said, read or not; nothing before it will be read any more."""
+        """The end of what this process of the rank has said, read or not; `read` says no more of it."""
         size = os.fstat(self.descriptor).st_size
         start = max(self._begun_at, size - LAST_BYTES)
         text = os.pread(self.descriptor, size - start, start).decode(errors="replace").lstrip("\0")
         self._read_to = size
-        return tuple(text.splitlines()[-LAST_LINES:])
+        return _essence(text.splitlines())
 
     def begin_anew(self) -> None:
         """Another process of the same rank goes on writing here."""
@@ -56,3 +58,11 @@ class RawOutput:
 
     def close(self) -> None:
         os.close(self.descriptor)
+
+
+def _essence(lines: list[str]) -> tuple[str, ...]:
+    """The last lines; of a crash what it was and where, since Python lists all frames of all threads."""
+    crash = next((number for number, line in enumerate(lines) if line.startswith(FATAL)), None)
+    if crash is None:
+        return tuple(lines[-LAST_LINES:])
+    return (*lines[max(0, crash - LAST_LINES) : crash + 1], *thread_stack(lines[crash:]))

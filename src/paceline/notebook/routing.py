@@ -41,8 +41,9 @@ class Router:
             if routed and part.where is Where.RANKS:
                 out += _on_ranks(part)
                 continue
-            # Where tracebacks count lines, they are those of the cell.
-            out += ["\n"] * (part.first_line - 1 - sum(line.count("\n") for line in out))
+            if not part.text.lstrip().startswith("%%"):
+                # Tracebacks count lines from here. Not empty ones, which IPython would take away.
+                out += ["#\n"] * (part.first_line - 1 - sum(line.count("\n") for line in out))
             out.append(part.text if part.text.endswith("\n") else part.text + "\n")
         return "".join(out).splitlines(keepends=True)
 

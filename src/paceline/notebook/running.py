@@ -204,10 +204,12 @@ def _is_over(cell: Cell | None, now: float) -> bool:
 def with_line_numbers(code: str, first_line: int) -> str:
     """The code with comments above it, so that its lines have the numbers that they have in the notebook's cell.
 
-    IPython would take away empty lines. A cell magic must stand first, and counts its lines by itself.
+    IPython takes empty lines away. A cell magic must stand first, and counts its lines by itself.
     """
-    if first_line <= 1 or code.lstrip().startswith("%%"):
+    lines = code.split("\n")
+    empty = next((number for number, line in enumerate(lines) if line.strip()), 0)
+    first = lines[empty]
+    if first.lstrip().startswith("%%"):
         return code
-    first = next((line for line in code.splitlines() if line.strip()), "")
-    indent = first[: len(first) - len(first.lstrip())]
-    return f"{indent}#\n" * (first_line - 1) + code
+    indent = first[: len(first) - len(first.lstrip())]  # IPython takes away what all lines have in common
+    return f"{indent}#\n" * (first_line - 1 + empty) + "\n".join(lines[empty:])

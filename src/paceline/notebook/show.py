@@ -61,11 +61,11 @@ class IPythonShow:
         self._live.settle(display_id)
 
     def clear(self, waits: bool) -> None:
-        clear_output(wait=waits)  # type: ignore[no-untyped-call]
+        clear_output(wait=waits)
 
 
 def _publish(data: dict[str, Any], metadata: dict[str, Any], transient: dict[str, str], update: bool) -> None:
-    publish_display_data(data, metadata, transient=transient, update=update)  # type: ignore[no-untyped-call]
+    publish_display_data(data, metadata, transient=transient, update=update)
 
 
 def write(name: str, text: str) -> None:

@@ -55,6 +55,9 @@ def _memory(answer: Mapping[str, Any]) -> list[str]:
 def _state(fact: RankFacts, answer: Mapping[str, Any], answered: bool) -> str:
     if fact.state is RankState.DEAD:
         return f"dead: {fact.died or 'it ended'}; %dist_restart {fact.rank} brings it back"
+    if answer.get("status") == "error":
+        error = cut(f"{answer.get('ename')}: {answer.get('evalue')}", 160)
+        return f"{fact.state.value}, asking it failed: {error}"
     if not answered and fact.state is not RankState.BOOTING:
         return f"{fact.state.value}, does not answer"
     if fact.state is not RankState.BUSY:

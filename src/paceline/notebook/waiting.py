@@ -10,7 +10,7 @@ from paceline.launch.tracebacks import cut
 # All ranks in one and the same call may only be moving many bytes.
 ALL_TOGETHER_S = 25.0
 MAX_SOURCE = 60
-MAX_PLACES = 4
+MAX_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def notice(
     who = [_waits(ranks, position) for position, ranks in _first(calls)]
     if idle or silent or busy:
         late = [*_idle(idle), *_silent(silent), *_busy(busy)]
-        return f"{after}, {' and '.join(who)} for {' and for '.join(late)}"
+        return f"{after}, {' and '.join(who)} for {', and for '.join(late)}"
     if len(calls) > 1:
         return f"{after}, ranks wait for each other: {' and '.join(who)}"
     if waited_s < ALL_TOGETHER_S:
@@ -94,10 +94,12 @@ def _silent(ranks: Collection[int]) -> list[str]:
 
 
 def _busy(positions: Mapping[int, Position]) -> list[str]:
+    places = _by_place(positions)
     found = []
-    for position, ranks in _first(_by_place(positions)):
+    for position, ranks in _first(places):
         verb = "is" if len(ranks) == 1 else "are"
         source = f": {cut(position.source, MAX_SOURCE)}" if position.source else ""
         where = f"at line {position.line}{source}" if position.line is not None else "busy outside of the cell's lines"
         found.append(f"{name(ranks)}, which {verb} {where}")
-    return found
+    elsewhere = sum(map(len, places.values())) - sum(len(ranks) for _, ranks in _first(places))
+    return [*found, f"{elsewhere} ranks elsewhere"] if elsewhere else found

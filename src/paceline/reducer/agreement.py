@@ -64,7 +64,7 @@ class Words:
     signature: int = 0
     not_finite: int = 0
     lane_step: int = 0  # the step whose lanes run: must be equal
-    lane_shape: int = 0  # digest of the shape of micros: must be equal where it is not 0
+    lane_shape: int = 0  # see reducer/lane_shapes.py
     lane_weights: tuple[float, ...] = ()  # of the lanes that this rank ran, and zeros
 
     def encode(self) -> torch.Tensor:
@@ -168,12 +168,6 @@ def _check_lanes(rows: Sequence[Words]) -> None:
             f"ranks run lanes of different steps ({_by_rank(steps)}), so their random numbers do not belong together; "
             f"give model.lanes(micros, step) the same step on every rank"
         )
-    if len({row.lane_shape for row in rows if row.lane_shape}) > 1:
-        raise CollectiveMismatch(
-            "lanes of this step had micros of different shapes on different ranks: lanes count equally, so some would "
-            "count too much or too little; use a loader with drop_last=True, or run each backward inside "
-            "model.weight(number of samples)"
-        )
 
 
 def _warn_of_uneven_micros(rows: Sequence[Words]) -> None:
@@ -250,8 +244,18 @@ def unused_error(slots: Sequence[GradSlot], transport: Transport, timeout_s: flo
         ranks = [rank for rank in range(transport.size) if not used[rank][slot.index]]
         if ranks:
             lines.append(f"  {slot.meta.name}: {_where(ranks, transport.size)}")
+    return _unused(lines, "the backward")
+
+
+def unused_in_lanes(slots: Sequence[GradSlot], uses: Sequence[int]) -> UnusedParameters | None:
+    """The error for every rank, if there are parameters that no lane of this step has used."""
+    lines = [f"  {slot.meta.name}: unused in all lanes" for slot in slots if not uses[slot.index]]
+    return _unused(lines, "any lane of this step") if lines else None
+
+
+def _unused(lines: Sequence[str], where: str) -> UnusedParameters:
     return UnusedParameters(
-        'unused="error" was asked for, and these parameters took no part in the backward:\n'
+        f'unused="error" was asked for, and these parameters took no part in {where}:\n'
         + "\n".join(lines)
         + '\nUse them in the loss, freeze them (requires_grad_(False)) before wrapping, or pass unused="zero".'
     )

@@ -10,7 +10,7 @@ from paceline.errors import BucketsTooLarge
 from paceline.layout import ALIGN_BYTES, BucketCaps, Layout, plan_layout
 from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.lanes import Lanes
-from paceline.reducer.slot import GradSlot, is_something
+from paceline.reducer.slot import GradSlot, first_with_something
 
 
 class BucketSet:
@@ -92,13 +92,15 @@ class BucketSet:
     def unused(self) -> int:
         return sum(not (slot.used or slot.asleep) for slot in self.slots)
 
-    def leave_flying_memory(self, transport: Transport) -> None:
-        """Give up memory that a transport may still write to: whoever waited for it was interrupted.
+    def leave_flying_memory(self, transport: Transport) -> bool:
+        """Give up memory that a transport may still write to: whoever waited for it was interrupted. Whether there was.
 
         Its work is not asked whether it is done: a work of several collectives would go on with the next one.
         """
         if any(bucket.state is BucketState.FLYING and bucket.flight is not None for bucket in self.buckets):
             self.lay(transport)
+            return True
+        return False
 
     def forget_thrown_away(self) -> None:
         """Forget what earlier micros did to parameters whose gradients zero_grad() has thrown away since."""
@@ -126,7 +128,8 @@ class BucketSet:
                 bucket.show(slot)
 
     def first_with_gradient(self) -> str | None:
-        return next((slot.meta.name for slot in self.slots if is_something(slot.param.grad)), None)
+        found = first_with_something(self.slots)
+        return None if found is None else found.meta.name
 
     def drop_late(self) -> None:
         for slot in self.slots:

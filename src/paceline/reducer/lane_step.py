@@ -1,4 +1,4 @@
-"""The moves of a reducer whose gradients come in lanes: a step begins, a lane is full, a lane has nothing."""
+"""The moves of a reducer whose gradients come in lanes: a step begins, a lane is full, has nothing, or has failed."""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +6,7 @@ import torch
 
 from paceline.errors import BackwardAborted, UsageError
 from paceline.reducer.agreement import Mode
+from paceline.reducer.backward import Backward
 from paceline.reducer.lanes import Lanes, LaneState, late_gradient
 from paceline.reducer.turn import Part
 
@@ -25,6 +26,8 @@ def begin(reducer: "Reducer") -> str | None:
             reducer.abandon()
         if lanes.under_way:
             _give_up(reducer)
+        lanes.failed = None
+        reducer.dropped = True  # until the reduction of this step is settled
         reducer.relay_now()  # on all ranks in the same step, whatever their first lanes do
         stale = reducer.set.first_with_gradient()
         if stale is None:
@@ -33,8 +36,9 @@ def begin(reducer: "Reducer") -> str | None:
 
 
 def check_open(reducer: "Reducer") -> None:
-    """A backward begins: it has to be the one of the lane that runs."""
+    """A backward begins: it has to be one of the lane that runs."""
     lanes = _lanes_of(reducer)
+    _check_not_failed(reducer)
     if lanes.state is LaneState.CLOSED:
         raise UsageError(
             f"lane {lanes.current} has had its backward already; run all but the last backward of a lane inside "
@@ -45,6 +49,7 @@ def check_open(reducer: "Reducer") -> None:
             f"this replica trains in {lanes.count} lanes, and no lane runs; call backward inside "
             f"`for batch in model.lanes(micros, step):`"
         )
+    lanes.backwards += 1
 
 
 def close(reducer: "Reducer") -> None:
@@ -70,15 +75,12 @@ def skip(reducer: "Reducer") -> None:
     """The lane that runs has nothing that counts."""
     lanes = _lanes_of(reducer)
     with reducer.lock, torch.no_grad():
-        if reducer.backwards.failed():
-            lane = lanes.current
-            reducer.abandon()
-            if lanes.under_way:
-                _give_up(reducer)
-            raise BackwardAborted(
-                f"the backward of lane {lane} ended with an exception, so this step has no gradients on any rank; "
-                f"catch it outside the loop over lanes, and go on with the next step",
-                ranks=[reducer.transport.rank],
+        _hear_of_failure(reducer)
+        if lanes.state is not LaneState.OPEN:
+            ran = f"lane {lanes.current} of step {lanes.step} has had its backward already"
+            raise UsageError(
+                f"skip_batch() is for the lane that runs, and {'no lane runs' if not lanes.under_way else ran}; call "
+                f"it in the loop over model.lanes(), instead of the lane's last backward"
             )
         reducer.prepare()
         reducer.set.drop_gradients()
@@ -91,10 +93,81 @@ def sync(reducer: "Reducer") -> None:
     """Close the lane that runs with what its micros have accumulated, without another backward."""
     lanes = _lanes_of(reducer)
     with reducer.lock, torch.no_grad():
+        if not reducer.sync_on:
+            return
+        _hear_of_failure(reducer)
         if lanes.state is not LaneState.OPEN:
             return
+        if not lanes.backwards:
+            raise UsageError(
+                f"sync_gradients() closes lane {lanes.current} of step {lanes.step}, which has had no backward; call "
+                f"loss.backward() inside no_sync() before, or model.skip_batch() if the lane is to count for nothing"
+            )
         reducer.prepare()
         _close_without_backward(reducer)
+
+
+def check_ended(reducer: "Reducer") -> None:
+    """The user's loop asks for the next lane: the one before it must be closed."""
+    lanes = _lanes_of(reducer)
+    with reducer.lock, torch.no_grad():
+        _hear_of_failure(reducer)
+        if lanes.state is LaneState.OPEN:
+            only = "its backwards all ran inside no_sync()" if lanes.backwards else "it had no backward"
+            raise UsageError(
+                f"lane {lanes.current} of step {lanes.step} was not closed: {only}. Call loss.backward() once outside "
+                f"no_sync() for each lane (earlier ones inside), or sync_gradients() after them, or model.skip_batch()"
+            )
+
+
+def abandon(reducer: "Reducer", backward: Backward) -> None:
+    """A backward ended with an exception. What it has left of its lane is not known, so no rank has gradients of this
+    step: its reduction is completed without any, and the others are told."""
+    lanes = _lanes_of(reducer)
+    if not (backward.delivered or backward.reduces):
+        return
+    if lanes.state is not LaneState.OPEN:  # it was refused: see check_open
+        reducer.set.drop_gradients()
+        reducer.set.begin_lane()
+        return
+    reducer.on_failed()
+    lane = lanes.current
+    try:
+        if reducer.turn.broken:  # no collective of ours would fit what the others do; the watch names us to them
+            reducer.reset()
+        else:
+            _give_up(reducer, begun=lanes.last and backward.syncs and backward.delivered)
+    finally:
+        lanes.failed = lane
+
+
+def laid_anew(reducer: "Reducer") -> None:
+    """The buckets have other memory now, perhaps of another size or type, and so must the sums of lanes."""
+    if (lanes := reducer.lanes) is not None:
+        lost = lanes.holds
+        lanes.forget_memory()
+        if lost:
+            raise UsageError(
+                f"the module was given another type while lanes ran (before lane {lanes.current} of step {lanes.step}"
+                f"), so the gradients of earlier lanes cannot be added to; convert it between steps"
+            )
+
+
+def _hear_of_failure(reducer: "Reducer") -> None:
+    """A backward that ended with an exception ends its step, also if the loop has caught that and goes on."""
+    if reducer.backwards.failed():
+        reducer.abandon()
+    _check_not_failed(reducer)
+
+
+def _check_not_failed(reducer: "Reducer") -> None:
+    lanes = _lanes_of(reducer)
+    if lanes.failed is not None:
+        raise BackwardAborted(
+            f"the backward of lane {lanes.failed} in step {lanes.step} ended with an exception, so this step has no "
+            f"gradients on any rank; catch it outside the loop over lanes, and go on with the next step",
+            ranks=[reducer.transport.rank],
+        )
 
 
 def _close_without_backward(reducer: "Reducer") -> None:
@@ -103,11 +176,12 @@ def _close_without_backward(reducer: "Reducer") -> None:
     close(reducer)
 
 
-def _give_up(reducer: "Reducer") -> None:
-    """Complete the reduction of a step that was left half-way, and tell the other ranks."""
+def _give_up(reducer: "Reducer", *, begun: bool = False) -> None:
+    """Complete the reduction of a step that was left half-way, and tell the other ranks. `begun`: it flies already."""
     _lanes_of(reducer).give_up()
     reducer.prepare()
-    reducer.begin_reduction()
+    if not begun:
+        reducer.begin_reduction()
     reducer.abort()
 
 

@@ -17,6 +17,8 @@ from paceline.blocks import Block, aligned_blocks, lanes_of
 from paceline.errors import IllegalMove, UsageError
 from paceline.reducer.slot import GradSlot
 
+Shapes = tuple[tuple[int, ...], ...]  # of all tensors of a micro
+
 
 class LaneState(Enum):
     """The life of one lane."""
@@ -38,15 +40,21 @@ class Lanes:
 
     def __init__(self, count: int, rank: int, size: int) -> None:
         self.count = count
-        self.mine = lanes_of(rank, size, count)
-        self.state = LaneState.NONE
-        self.current = -1
         self.step = 0  # as the user counts
-        self.shape = self._shape = 0  # digest of the last micro that counted like all others; 0: there was none
-        self.given_up = False  # not all lanes of this step will run here
-        self.weights = [0.0] * count  # of the lanes that have run here; 0 for those of others
+        self.failed: int | None = None  # the lane of this step whose backward ended with an exception
+        self.backwards = 0  # of the lane that runs
+        self.shapes: dict[int, Shapes] = {}  # as dealt, of the micros that counted like all others, by lane
+        self._shapes: Shapes = ()  # of the lane that runs
         self._sums: dict[int, list[tuple[Block, torch.Tensor]]] = {}  # by bucket, from left to right
         self._free: dict[int, list[torch.Tensor]] = {}
+        self.deal(rank, size)
+
+    def deal(self, rank: int, size: int) -> None:
+        """Run what one of `size` ranks runs. Whoever holds these lanes goes on with them."""
+        self.mine = lanes_of(rank, size, self.count)
+        self.failed = None
+        self.forget_memory()
+        self.end()
 
     @property
     def last(self) -> bool:
@@ -67,22 +75,24 @@ class Lanes:
         """Whether there are sums of earlier lanes of this step."""
         return any(self._sums.values())
 
-    def open(self, lane: int, shape: int = 0) -> None:
-        """Run `lane`, with a micro of which `shape` is a digest."""
+    def open(self, lane: int, shapes: Shapes = ()) -> None:
+        """Run `lane`, with a micro whose tensors have these shapes."""
         self._move(LaneState.OPEN)
-        self.current, self._shape = lane, shape
+        self.current, self.backwards, self._shapes = lane, 0, shapes
 
     def close(self, weight: float, *, plain: bool = False) -> None:
         """The lane's gradients are in. `plain`: it counts as much as any other, so its micro must be as large."""
         self._move(LaneState.CLOSED)
         self.weights[self.current] = weight
         if plain:
-            self.shape = self._shape
+            self.shapes[self.current] = self._shapes
 
     def end(self) -> None:
         """The step is over, or is given up: forget its sums. Their memory stays for the next one."""
-        self.state, self.current, self.given_up = LaneState.NONE, -1, False
-        self.weights, self.shape = [0.0] * self.count, 0
+        self.state, self.current = LaneState.NONE, -1
+        self.given_up = False  # not all lanes of this step will run here
+        self.weights = [0.0] * self.count  # of the lanes that have run here; 0 for those of others
+        self.shapes.clear()
         for bucket, sums in self._sums.items():
             self._free.setdefault(bucket, []).extend(memory for _, memory in sums)
             sums.clear()

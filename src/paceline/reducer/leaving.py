@@ -1,7 +1,10 @@
-"""A reducer leaves its ranks behind: their process group is gone, and what was under way with it."""
+"""A reducer leaves its ranks behind: their process group is gone, and what was under way with it. It goes on in another."""
 
 import torch
 
+from paceline.collectives.api import Transport
+from paceline.collectives.reduction import check_goes_over, forget_other_ranks
+from paceline.reducer.planning import Planning
 from paceline.reducer.reducer import Reducer
 
 
@@ -15,3 +18,18 @@ def give_up(reducer: Reducer) -> None:
         reducer.set.drop_gradients()
         reducer.after_backward.clear()
         reducer.reset()
+        reducer.dropped = True
+
+
+def move_to(reducer: Reducer, transport: Transport) -> None:
+    """Go on over another transport; the order of gradients is learned anew by the new set of ranks."""
+    device = reducer.layout.params[0].device
+    check_goes_over(transport, reducer.reduction, device)
+    forget_other_ranks(reducer.reduction)
+    reducer.transport = transport
+    if reducer.lanes is not None:
+        reducer.lanes.deal(transport.rank, transport.size)
+    reducer.divisor = reducer.everyone
+    reducer.reductions = reducer.calls = 0
+    reducer.set.move_memory(transport)
+    reducer.planning = Planning(reducer.settings, transport, device)

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 
 from paceline.collectives.api import Transport, Work
-from paceline.collectives.reduction import Reduction, check_goes_over, forget_other_ranks
+from paceline.collectives.reduction import Reduction, check_goes_over
 from paceline.collectives.wait import FutureWork, finish
 from paceline.errors import IllegalMove
 from paceline.layout import Layout
-from paceline.reducer import agreement, autograd, lane_step
+from paceline.reducer import agreement, autograd, lane_shapes, lane_step
 from paceline.reducer.agreement import Vote, Words
 from paceline.reducer.backward import Backward, Backwards
 from paceline.reducer.bucket import Bucket, BucketState
@@ -65,13 +65,14 @@ class Reducer:
         self.after_backward: list[torch.futures.Future[object]] = []  # buffer hooks to wait for
         self.oversight: Oversight | None = None
         self.on_finished: Callable[[], None] | None = None  # restores parameters under mixed precision
+        self.on_failed: Callable[[], None] = lambda: None  # a backward that was to be reduced has raised
         # What it may read.
         self.reductions = 0  # begun so far; equal on all ranks
         self.calls = 0  # digest of the buckets launched so far; equal on all ranks
         self.heard: list[Vote] = []  # the votes of all ranks in the last reduction
         self.ledger = StepLedger()
         self.uses: list[int] | None = None  # of the last reduction; None: every parameter on every rank
-        self.dropped = False  # whether the gradients of the last reduction were not fit to be used
+        self.dropped = False  # whether the last reduction, or the step of lanes that runs, has no gradients to use
         self.ready_order: list[int] = []  # of the last reduction
         self.buckets_reduced = 0  # in the last reduction
         self.graph = GraphMemory()
@@ -173,6 +174,7 @@ class Reducer:
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)
         self.backwards.close()
         self.planning.note_end()
+        self.dropped = True  # until it is settled
         try:
             for bucket in self.fill_up():
                 self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
@@ -185,7 +187,10 @@ class Reducer:
             self.buckets_reduced = sum(not bucket.skipped for bucket in self.set.buckets)
             self.turn.speak(self)
             self._wait(self.turn.words_work, f"the words of backward {self.reductions}")
-            error = self._settle(self.turn.heard())
+            words = self.turn.heard()
+            if self.lanes is not None:
+                lane_shapes.check(words, self.lanes, self.transport, self.settings.timeout_s)
+            error = self._settle(words)
         finally:
             self.reset()
         if error is not None:
@@ -218,11 +223,11 @@ class Reducer:
             return None if self.turn.part is Part.ABORTED else agreement.aborted_error(words)
         self.heard = [row.votes for row in words]
         settled = settle(words, self.set, self.transport, self.weighting, self._division(), self.settings)
-        self.uses, error = settled.uses, settled.error
+        self.uses, error, dropped = settled.uses, settled.error, False
         if self.oversight is not None:
             verdict = self.oversight.judge(words, self.set.slots)
-            self.dropped, error = verdict.drops_gradients, verdict.error or error
-            if self.dropped:
+            dropped, error = verdict.drops_gradients, verdict.error or error
+            if dropped:
                 self.uses = [0] * len(self.set.slots)
         if not self.optimizes_in_backward:
             hand_back(self.set, self.uses, lent=self.turn.part is Part.SHADOW)
@@ -232,6 +237,7 @@ class Reducer:
         self._wait_for_buffer_hooks()
         if any(row.graph_changed for row in words):
             error = error or self.turn.graph_error or agreement.graph_error(words)
+        self.dropped = dropped or error is not None
         return error
 
     def _wait_for_buffer_hooks(self) -> None:
@@ -327,7 +333,8 @@ class Reducer:
             self.oversight.begin(self.reductions)
 
     def reset(self) -> None:
-        self.set.leave_flying_memory(self.transport)
+        if self.set.leave_flying_memory(self.transport) and self.lanes is not None:
+            self.lanes.forget_memory()
         self.set.rearm()
         self.weighting.reset()
         self.ledger.closed()
@@ -366,6 +373,7 @@ class Reducer:
                     self._hooks.go_last()
                 if not self.settings.hold and self.set.follow_parameters(self.settings.caps, self.transport):
                     self.planning.begin_anew(self.layout)
+                    lane_step.laid_anew(self)
                 self.relay_now()
             if grads and self.sync_on and self.settings.overlap:
                 self.ledger.forwards_pending += training
@@ -426,17 +434,17 @@ class Reducer:
         """
         with self.lock, torch.no_grad():
             backward = self.backwards.close()
+            if backward is not None and self.lanes is not None:
+                lane_step.abandon(self, backward)
+                return
             if backward is None or not backward.reduces:
                 return
+            self.on_failed()
             if backward.alone and not self._hooks:  # as with the bare module, what it has left stays
                 self.ledger.closed()
                 return
             if self.turn.broken:  # no collective of ours would fit what the others do; the watch names us to them
                 self.reset()
-                return
-            if self.lanes is not None and not self.lanes.last:  # its step is given up when the next one begins
-                self.set.drop_gradients()
-                self.set.begin_lane()
                 return
             if not backward.delivered:
                 self.begin_reduction()
@@ -458,18 +466,6 @@ class Reducer:
     def in_backward(self) -> bool:
         return self.backwards.current is not None and not self.backwards.failed()
 
-    def move_to(self, transport: Transport) -> None:
-        """Go on over another transport; the order of gradients is learned anew by the new set of ranks."""
-        check_goes_over(transport, self.reduction, self.layout.params[0].device)
-        forget_other_ranks(self.reduction)
-        self.transport = transport
-        if self.lanes is not None:
-            self.lanes = Lanes(self.lanes.count, transport.rank, transport.size)
-        self.divisor = self.everyone
-        self.reductions = self.calls = 0
-        self.set.move_memory(transport)
-        self.planning = Planning(self.settings, transport, self.layout.params[0].device)
-
     @property
     def everyone(self) -> int:
         """How many there are to take the mean over: lanes, or ranks."""
@@ -481,8 +477,8 @@ class Reducer:
             if self.backwards.current is not None or (self.lanes is not None and self.lanes.holds):
                 return False
             moved = self.set.move_to_plan(self.transport)
-            if moved and self.lanes is not None:
-                self.lanes.forget_memory()
+            if moved:
+                lane_step.laid_anew(self)
             return moved
 
     def set_static_graph(self) -> None:

@@ -43,8 +43,11 @@ def settle(
     if not any(row.unused for row in words):
         return Settled(None, None)
     uses = agreement.count_uses(slots, transport, timeout_s)
-    error = agreement.unused_error(slots, transport, timeout_s) if settings.unused == "error" else None
-    return Settled(uses, error)
+    if settings.unused != "error":
+        return Settled(uses, None)
+    if words[0].lane_weights:  # which ranks have not used a parameter depends on who ran which lanes
+        return Settled(uses, agreement.unused_in_lanes(slots, uses))
+    return Settled(uses, agreement.unused_error(slots, transport, timeout_s))
 
 
 def _factor(words: Sequence[Words], division: Division) -> float:

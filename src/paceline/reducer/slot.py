@@ -1,5 +1,7 @@
 """One parameter's place among the gradients."""
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,3 +74,22 @@ class GradSlot:
 def is_something(grad: torch.Tensor | None) -> bool:
     """Whether there is a gradient other than the zeros of `zero_grad(set_to_none=False)`."""
     return grad is not None and bool(grad.any() if grad.layout == torch.strided else grad._nnz())
+
+
+def first_with_something(slots: Sequence[GradSlot]) -> GradSlot | None:
+    """The first slot whose gradient is something. A device is waited for once, and not once for every parameter."""
+    found: dict[int, GradSlot] = {}
+    asked: dict[torch.device, list[GradSlot]] = {}
+    for slot in slots:
+        grad = slot.param.grad
+        if grad is None or not grad.numel():
+            continue
+        if grad.layout is torch.strided:
+            asked.setdefault(grad.device, []).append(slot)
+        elif is_something(grad):
+            found[slot.index] = slot
+    for there in asked.values():
+        largest = torch._foreach_norm([slot.param.grad for slot in there], math.inf)
+        there_found = torch.stack(largest).ne(0).tolist()  # also what is not a number
+        found.update((slot.index, slot) for slot, is_one in zip(there, there_found, strict=True) if is_one)
+    return found[min(found)] if found else None

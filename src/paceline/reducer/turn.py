@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from paceline.collectives.api import Work
 from paceline.errors import GraphChanged
 from paceline.reducer.agreement import SentWords, Vote, Words
+from paceline.reducer.lane_shapes import word_of_shapes
 from paceline.reducer.oversight import Findings
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Turn:
             return
         slots, lanes = reducer.set.slots, reducer.lanes
         whole = self.part is Part.WHOLE
+        counts = whole or (lanes is not None and self.part is Part.SKIPPED)  # earlier lanes have used what they have
         everything = len(reducer.ready_order) == len(slots)
         if whole:
             static = reducer.settings.static_graph
@@ -48,7 +50,7 @@ class Turn:
                 found = Findings(not_finite=found.not_finite)
         words = Words(
             reduction=reducer.reductions,
-            unused=0 if everything or not whole else reducer.set.unused(),
+            unused=0 if everything or not counts else reducer.set.unused(),
             late=self.late,
             mode=reducer.weighting.mode,
             weight=reducer.weighting.total,
@@ -63,7 +65,7 @@ class Turn:
             signature=found.signature,
             not_finite=found.not_finite,
             lane_step=0 if lanes is None else lanes.step,
-            lane_shape=0 if lanes is None else lanes.shape,
+            lane_shape=0 if lanes is None else word_of_shapes(lanes),
             lane_weights=() if lanes is None else tuple(lanes.weights),
         )
         self._sent = SentWords(words, reducer.transport)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.agree import Rotation, StartedWord, first_not_finite, heal, locate, start_word
 from paceline.agree.capsule import Kind
+from paceline.blocks import lanes_of, listed
 from paceline.collectives.api import Transport
 from paceline.collectives.wait import finish
 from paceline.errors import NoMajority, NotFiniteGradients, UsageError
@@ -34,16 +35,19 @@ class Agreement:
     Args:
         state_every: parameters and optimizer state (in lanes also buffers) are compared bit for bit, a part in every
             step and the whole within so many steps. 1: the whole in every step. 0: never. Steps that a CUDA graph
-            replays are not compared.
+            replays are not compared. Messages and capsules number steps as `model.lanes(micros, step)` does; without
+            lanes they count reductions, from 1.
         drift: when they differ, "raise" on every rank, or "heal": overwrite what differs with the values of the
             majority, say so, and go on.
         trust: the rank whose values are taken to heal when there is no majority, as between two ranks.
         not_finite: when a rank's gradients are not finite, "keep" them as torch does; "skip" the step on all ranks:
-            gradients are emptied, so that the optimizer changes nothing; or "raise". Not for GradScaler, which skips
-            such steps by itself.
+            gradients are emptied, so that the optimizer changes nothing; or "raise". With GradScaler keep "keep": it
+            looks for them and skips such steps by itself, and raises "No inf checks were recorded" where there are no
+            gradients left to look at.
         patience: after so many steps in a row that were skipped, raise.
         capsules: a folder for failure capsules. What the step was given is written there when replicas drift, a
-            gradient is not finite, or forward raises; `paceline replay FILE` runs it again.
+            gradient is not finite, or forward or backward raises; `paceline replay FILE` runs it again. All ranks
+            have one or none has. Of each kind of finding a process writes the first 8.
         about: more to write into capsules, such as what the model was built from: plain values and tensors.
     """
 
@@ -65,10 +69,17 @@ class Agreement:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"Agreement({name}={value!r}): expected a whole number of at least {least}")
+        if self.trust is not None and (type(self.trust) is not int or self.trust < 0):
+            raise UsageError(f"Agreement(trust={self.trust!r}): expected a rank, or None")
 
     def describe(self) -> str:
         names = (item.name for item in fields(self) if item.name not in ("capsules", "about"))
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        told = [f"{name}={getattr(self, name)!r}" for name in names]
+        return ", ".join([*told, f"capsules={'a folder' if self.capsules is not None else None}"])
+
+    def check_trust(self, size: int) -> None:
+        if self.trust is not None and 1 < size <= self.trust:  # alone there is nobody to heal from
+            raise UsageError(f"Agreement(trust={self.trust}): expected a rank of this world, 0 to {size - 1}")
 
 
 class Overseer:
@@ -83,6 +94,7 @@ class Overseer:
         buffers: LaneBuffers | None = None,
     ) -> None:
         """`buffers`: only in lanes are they meant to be equal on all ranks, when a step begins."""
+        agreement.check_trust(transport.size)
         self.agreement = agreement
         self.on_finding: Callable[[Kind, str, Sequence[int]], None] | None = None  # kind, text, ranks
         self.wide: Callable[[], list[torch.Tensor]] | None = None  # the parameters where others stand in for them
@@ -152,7 +164,7 @@ class Overseer:
             self._in_a_row = 0
             return Verdict(error=error)
         ranks = [rank for rank in range(self._transport.size) if found >> min(rank, 62) & 1]
-        verdict = self._not_finite(ranks, slots)
+        verdict = self._not_finite(_batches_of(ranks, words), ranks, slots)
         return verdict if error is None else Verdict(verdict.drops_gradients, error)
 
     def _is_captured(self) -> bool:
@@ -244,20 +256,25 @@ class Overseer:
             return error
         if self._buffers is not None:
             self._buffers.put_back()
-        logger.warning("healed: %s", drift.text)
+        logger.warning("healed: %s", drift.text_of_healed(self.agreement.trust))
         return None
 
     # ---- not finite
 
-    def _not_finite(self, ranks: Sequence[int], slots: Sequence[GradSlot]) -> Verdict:
+    def _not_finite(self, who: str, ranks: Sequence[int], slots: Sequence[GradSlot]) -> Verdict:
         self._in_a_row += 1
         first = first_not_finite((slot.meta.name, slot.view) for slot in slots if not slot.asleep)
         what = "a gradient" if first is None else f"the gradient of {first.name} ({first.how_many} × {first.kind})"
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
         text = f"{what} is not finite in step {self._step}, by the batch of {who}"
         self._tell("not-finite", text, ranks)
         if self.agreement.not_finite == "raise":
-            return Verdict(True, NotFiniteGradients(f"{text}; no rank has stepped on it", ranks=ranks))
+            where = "its capsule has it" if self.on_finding else "Agreement(capsules=…) would keep it"
+            error = NotFiniteGradients(
+                f"{text}; no rank has stepped on it. Look at that batch ({where}), lower the learning rate, or pass "
+                f"not_finite=\"skip\" to go on with the next step",
+                ranks=ranks,
+            )
+            return Verdict(True, error)
         if self._in_a_row >= self.agreement.patience:
             error = NotFiniteGradients(
                 f"{text}, and so it was in the last {self._in_a_row} steps, which were skipped; lower the learning "
@@ -272,3 +289,12 @@ class Overseer:
     def _tell(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
         if self.on_finding is not None:
             self.on_finding(kind, text, ranks)
+
+
+def _batches_of(ranks: Sequence[int], words: Sequence[Words]) -> str:
+    """The ranks, and the lanes that they ran: `rank 1 (lanes 2 to 3)`."""
+    lanes = len(words[0].lane_weights)
+    if not lanes:
+        return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+    own = {rank: lanes_of(rank, len(words), lanes) for rank in ranks}
+    return ", ".join(f"rank {rank} ({listed(mine)})" for rank, mine in own.items())

@@ -1,11 +1,16 @@
 """Failure capsules: one file that holds a step that went wrong, so that it can be run again elsewhere.
 
 On a finding that all ranks share (drift, gradients that are not finite) the batches of all of them are gathered, and
-the first rank at fault writes. When one rank crashes, it writes what it has itself.
+the first rank at fault writes. When one rank crashes, it writes what it has itself. Nothing in here raises: what went
+wrong in the step is what has to be told.
 """
 
+import atexit
 import logging
-from collections.abc import Sequence
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.agree.capsule import Capsule, Kind, capsule_bytes, capsule_from, write_capsule
-from paceline.agree.word import word_of
+from paceline.agree.capsule import UNKNOWN_ERROR, Capsule, Kind, capsule_bytes, capsule_from, write_capsule
+from paceline.agree.word import readable, word_of
 from paceline.collectives.api import Transport
 from paceline.collectives.wait import finish
 from paceline.kernels import kernel_settings
 from paceline.randomness import rng_state
+from paceline.reducer.lanes import LaneState
 from paceline.reducer.reducer import Reducer
 from paceline.replica.agreement import Agreement
 from paceline.replica.lane_buffers import COMPARED_BYTES, LaneBuffers
@@ -26,7 +32,11 @@ from paceline.replica.lane_buffers import COMPARED_BYTES, LaneBuffers
 logger = logging.getLogger("paceline")
 
 KEPT_STAMPS = 64
+KEPT_FORWARDS = 64  # of one step
+KEPT_FINDINGS = 8  # of each kind: each holds the whole model
 GATHERED_BYTES = 1 << 30  # batches of all ranks are put together up to this size
+
+_writers: "weakref.WeakSet[CapsuleWriter]" = weakref.WeakSet()
 
 
 class CapsuleWriter:
@@ -50,49 +60,128 @@ class CapsuleWriter:
         self._seed = seed
         self._device = device
         self._step = 0
-        self._batch: Any = None
+        self._batch: list[Any] | None = None
+        self._given: list[tuple[str, torch.Tensor, int]] = []  # its tensors, and how often they had been written to
         self._found: dict[str, torch.Tensor] = {}  # buffers before the forward, which may change them
-        self._rng: dict[str, Any] | None = None
+        self._told = ""  # of this step, that it crashed
+        self._findings: Counter[str] = Counter()
+        core.on_failed = self.on_failed_backward
+        _writers.add(self)
 
     def note_lanes(self, micros: Sequence[Any], step: int) -> None:
         """A step of lanes begins. Its random numbers follow from the seed."""
-        self._step, self._batch, self._rng = step, list(micros), None
+        self._begin(step)
+        self._add(list(micros))
 
     def note_forward(self, inputs: Any, kwargs: Any) -> None:
-        """A forward outside lanes begins."""
-        self._step = self._core.reductions + 1  # the one that this forward leads to
-        self._batch, self._rng = {"args": tuple(inputs), "kwargs": dict(kwargs)}, rng_state(self._device)
-        small = ((name, b) for name, b in self._module.named_buffers() if b.nbytes <= COMPARED_BYTES)
-        self._found = {name: buffer.detach().clone() for name, buffer in small}
+        """A forward outside lanes begins. A step may have several, one for each of its micros or even more."""
+        if not torch.is_grad_enabled():
+            return
+        step = self._core.reductions + 1  # the one that this forward leads to
+        if self._batch is None or step != self._step or len(self._batch) >= KEPT_FORWARDS:
+            self._begin(step)
+            small = ((name, b) for name, b in self._module.named_buffers() if b.nbytes <= COMPARED_BYTES)
+            self._found = {name: buffer.detach().clone() for name, buffer in small}
+        self._add([{"args": tuple(inputs), "kwargs": dict(kwargs), "rng": rng_state(self._device)}])
+
+    def _begin(self, step: int) -> None:
+        self._step, self._batch, self._given, self._told = step, [], [], ""
+
+    def _add(self, batch: Sequence[Any]) -> None:
+        assert self._batch is not None
+        for number, part in enumerate(batch, start=len(self._batch)):
+            tensors = _tensors(part, f"batch.{number}")
+            self._given += [(name, t, t._version) for name, t in tensors if not t.is_inference()]
+        self._batch += batch
+
+    # ---- all ranks
 
     def on_finding(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
         """All ranks call it, in the same step."""
         transport = self._core.transport
-        own = self._own(kind, text, ranks)
-        if kind == "divergence":
-            words = {name: word_of([value]) for name, value in self._state().items()}
-            own = replace(own, settings={**own.settings, "words": words})
-        gathered = _gather(capsule_bytes(own), transport, self._core.settings.timeout_s)
-        if transport.rank != (ranks[0] if ranks else 0):
+        self._findings[kind] += 1
+        wanted = self._findings[kind] <= KEPT_FINDINGS
+        raw = self._own_bytes(kind, text, ranks) if wanted else b""
+        gathered = _gather(raw, transport, self._core.settings.timeout_s)
+        if not wanted or transport.rank != (ranks[0] if ranks else 0):
             return
-        parts = [capsule_from(raw) for raw in gathered or []]
+        try:
+            self._write(self._whole(kind, text, ranks, gathered or []))
+        except Exception as error:  # noqa: BLE001 (the finding itself has to be told)
+            self._give_up(error)
+        if self._findings[kind] == KEPT_FINDINGS:
+            logger.warning("%d capsules of this kind are written; of later ones none will be", KEPT_FINDINGS)
+
+    def _own_bytes(self, kind: Kind, text: str, ranks: Sequence[int]) -> bytes:
+        """What this rank tells the one that writes; nothing if it cannot be put into bytes, so that none waits."""
+        try:
+            own = self._own(kind, text, ranks)
+            if kind == "divergence":
+                own = replace(own, settings={**own.settings, "words": self._words()})
+            return capsule_bytes(own)
+        except Exception as error:  # noqa: BLE001
+            self._give_up(error)
+            return b""
+
+    def _whole(self, kind: Kind, text: str, ranks: Sequence[int], gathered: Sequence[bytes]) -> Capsule:
+        rank, size = self._core.transport.rank, self._core.transport.size
+        parts = [capsule_from(raw) for raw in gathered if raw]
         others = tuple(
-            {"rank": p.rank, "lanes": p.lanes, "batch": p.batch, "rng": p.rng} for p in parts if p.rank != own.rank
+            {"rank": p.rank, "lanes": p.lanes, "batch": p.batch, "rng": p.rng} for p in parts if p.rank != rank
         )
         capsule = replace(self._own(kind, text, ranks, state=True), others=others)
-        if kind == "divergence" and parts:
+        if kind == "divergence" and len(parts) == size:
             by_tensor = {name: [p.settings["words"][name] for p in parts] for name in parts[0].settings["words"]}
             capsule = replace(capsule, settings={**capsule.settings, "words": by_tensor})
-        self._write(capsule)
+        return capsule
+
+    def _words(self) -> dict[str, int]:
+        """Of what is meant to be equal on all ranks: outside lanes buffers are not."""
+        buffers = {name for name, _ in self._module.named_buffers()} if self._buffers is None else set()
+        state = self._state()
+        return {name: word_of([value]) for name, value in state.items() if name not in buffers and readable(value)}
+
+    # ---- this rank alone
 
     def on_crash(self, error: BaseException) -> None:
-        """This rank is about to end."""
-        if self._batch is not None:
-            text = f"{type(error).__name__}: {error}"
-            self._write(self._own("crash", text, [self._core.transport.rank], state=True))
+        """Forward has raised."""
+        lanes = self._core.lanes
+        if not torch.is_grad_enabled() or (lanes is not None and lanes.state is not LaneState.OPEN):
+            return  # an evaluation, of which nothing was noted
+        self._crash(error)
+        if lanes is None and self._batch:
+            self._batch.pop()  # if the step goes on, it does so without it
+
+    def on_failed_backward(self) -> None:
+        """A backward has raised. It is heard of later, when the error itself may be forgotten."""
+        self._crash(sys.exception())
+
+    def on_lane_left(self) -> None:
+        """The loop over lanes was left while a lane ran."""
+        if self._core.backwards.failed():
+            self._crash(None)
+
+    def on_exit(self, error: BaseException) -> None:
+        """The process ends with an error: if that was in a step, it has not been told yet."""
+        lanes = self._core.lanes
+        if self._core.backwards.failed() or (lanes is not None and lanes.state is LaneState.OPEN):
+            self._crash(error)
+
+    def _crash(self, error: BaseException | None) -> None:
+        if not self._batch or (self._told and (error is None or self._told != UNKNOWN_ERROR)):
+            return
+        self._told = UNKNOWN_ERROR if error is None else f"{type(error).__name__}: {error}"
+        try:
+            self._write(self._own("crash", self._told, [self._core.transport.rank], state=True))
+        except Exception as failure:  # noqa: BLE001
+            self._give_up(failure)
+
+    # ---- what a capsule holds
 
     def _own(self, kind: Kind, text: str, ranks: Sequence[int], *, state: bool = False) -> Capsule:
         core = self._core
+        batch = self._batch or []
+        changed = [name for name, tensor, version in self._given if tensor._version != version]
         return Capsule(
             kind=kind,
             step=self._step,
@@ -103,7 +192,7 @@ class CapsuleWriter:
             lanes=() if core.lanes is None else tuple(core.lanes.mine),
             seed=self._seed,
             settings={"kernels": kernel_settings(self._device), **self._about},
-            rng=self._rng,
+            rng=batch[0]["rng"] if batch and core.lanes is None else None,
             batch=self._batch,
             state=self._state() if state else {},
             collectives=tuple(
@@ -111,21 +200,45 @@ class CapsuleWriter:
                 + (f", bucket {stamp.bucket}" * (stamp.bucket >= 0))
                 for stamp in core.trace.stamps()[-KEPT_STAMPS:]
             ),
+            omitted=tuple(f"{name}: changed since the step was given it" for name in changed),
         )
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers as the step found them."""
         before = self._found if self._buffers is None else dict(self._buffers.before())
-        return {name: before.get(name, value) for name, value in self._module.state_dict().items()}
+        state = self._module.state_dict()
+        return {name: before.get(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def _write(self, capsule: Capsule) -> None:
         path = self._folder / f"step-{capsule.step:08d}-{capsule.kind}-rank-{capsule.rank}.capsule"
-        try:
-            write_capsule(path, capsule)
-        except OSError as error:  # the failure itself is what has to be told
-            logger.warning("the failure capsule %s could not be written: %s", path, error)
-        else:
-            logger.warning("what went wrong is in %s; run it again with: paceline replay %s", path, path)
+        write_capsule(path, capsule)
+        known = "train" in self._about  # the trainer's model is built by what is in the capsule
+        how = "" if known else " --model module:function --loss module:function"
+        logger.warning("what went wrong is in %s; run it again with: paceline replay %s%s", path, path, how)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("no failure capsule could be made in %s: %s: %s", self._folder, type(error).__name__, error)
+
+
+@atexit.register
+def _tell_of_the_end() -> None:
+    """Python keeps the error that ends a script, and runs this after it was shown."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, Exception):
+        for writer in list(_writers):
+            writer.on_exit(error)
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key != "rng":
+                yield from _tensors(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _tensors(item, f"{name}.{number}")
 
 
 def _gather(raw: bytes, transport: Transport, timeout_s: float | None) -> list[bytes] | None:
@@ -134,6 +247,8 @@ def _gather(raw: bytes, transport: Transport, timeout_s: float | None) -> list[b
     work = transport.all_gather(lengths, torch.tensor([len(raw)], dtype=torch.int64))
     finish(work, what="the sizes of capsules", watch=transport.watch, timeout_s=timeout_s)
     longest = int(lengths.max())
+    if not longest:
+        return [b""] * transport.size
     if longest * transport.size > GATHERED_BYTES:
         return None
     padded = torch.frombuffer(bytearray(raw.ljust(longest, b"\0")), dtype=torch.uint8)

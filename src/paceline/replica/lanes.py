@@ -63,6 +63,8 @@ class LaneLoop:
                 try:
                     yield micro
                 except GeneratorExit:  # the loop was left, perhaps only because zip() ended with its other part
+                    if self.capsules is not None:
+                        self.capsules.on_lane_left()
                     if lane == lanes.mine[-1] and not lanes.under_way:
                         self._end_lane(micro, lane, step)
                         self._end_step()

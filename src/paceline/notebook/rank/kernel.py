@@ -10,24 +10,29 @@ from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from traitlets import Type
 
-from paceline.notebook.rank import boot, group, requests
+from paceline.notebook.rank import boot, group
+from paceline.notebook.rank.requests import Requests
 
 Reply = tuple[Mapping[str, Any], Sequence[bytes]]
 
 
 class RankKernel(IPythonKernel):
-    """`paceline_boot` and `paceline_form` come over the shell channel, so they run where cells run and never beside one.
+    """`paceline_boot` and `paceline_form` come over the shell channel: they run where cells run, and never beside one.
 
     `paceline_request` comes over the control channel, which has a thread of its own: it is answered while a cell runs,
     also while that cell is blocked in C++.
     """
 
+    shell: Any
+    session: Any
+
     msg_types = [*IPythonKernel.msg_types, "paceline_boot", "paceline_form"]  # noqa: RUF012 - as the base has it
     control_msg_types = [*IPythonKernel.control_msg_types, "paceline_request"]  # noqa: RUF012
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.place = boot.Place.from_environment()
+        self._requests = Requests(self.shell, self.place)
         # C libraries hold back what they print, since nobody told them that someone looks on.
         libc = ctypes.CDLL(None)
         self.shell.events.register("post_execute", lambda: libc.fflush(None))
@@ -37,22 +42,22 @@ class RankKernel(IPythonKernel):
         count = parent.get("metadata", {}).get("paceline", {}).get("count")
         if count is not None:
             self.shell.execution_count = count
-        await super().execute_request(stream, ident, parent)
+        await super().execute_request(stream, ident, parent)  # type: ignore[no-untyped-call]
 
     async def interrupt_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         """SIGINT to this process and what it started. A cell that awaits is told by a callback; its loop must wake."""
-        await super().interrupt_request(stream, ident, parent)
+        await super().interrupt_request(stream, ident, parent)  # type: ignore[no-untyped-call]
         self.io_loop.add_callback(lambda: None)
 
     async def paceline_boot(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        self._answer(stream, ident, parent, lambda content, _: (boot.boot(self.shell, self.place), ()))
+        self._answer(stream, ident, parent, lambda *_: (boot.boot(self.shell, self.place), ()))
         boot.warm(self.shell)
 
     async def paceline_form(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         self._answer(stream, ident, parent, lambda content, _: (group.form(self.place, content), ()))
 
     async def paceline_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        self._answer(stream, ident, parent, lambda content, buffers: requests.answer(self, content, buffers))
+        self._answer(stream, ident, parent, self._requests.answer)
 
     def _answer(
         self,
@@ -80,12 +85,12 @@ class RankKernel(IPythonKernel):
 class RankApp(IPKernelApp):
     """ipykernel's application around `RankKernel`."""
 
-    kernel_class = Type(RankKernel, klass="ipykernel.kernelbase.Kernel").tag(config=True)
+    kernel_class: Any = Type(RankKernel, klass="ipykernel.kernelbase.Kernel").tag(config=True)
 
     def init_iopub(self, context: "zmq.Context[Any]") -> None:
         """Output is never dropped, however much of it waits: the end of a cell is told on the same channel."""
         context.setsockopt(zmq.SNDHWM, 0)
-        super().init_iopub(context)
+        super().init_iopub(context)  # type: ignore[no-untyped-call]
 
     def log_connection_info(self) -> None:
         """Nobody else is to connect; so nothing is said about how to."""

@@ -19,4 +19,4 @@ class RankStream(OutStream):
         return 1 if self.name == "stdout" else 2
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "watchfd": False})
+        super().__init__(*args, **{**kwargs, "watchfd": False})  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """The TCP connections of this process to other ranks.
 
-**Why wires are cut.** A collective of gloo blocks in C++ until the peer has sent its part; it hears no signal, and torch
-has no call that ends it. It does hear that its connection has ended. So what an interrupt cannot end by a signal it
-ends by shutting the sockets between ranks: the collective raises at once, Python runs again, and finds the
+**Why wires are cut.** A collective of gloo blocks in C++ until the peer has sent its part; it hears no signal, and
+torch has no call that ends it. It does hear that its connection has ended. So what an interrupt cannot end by a signal
+it ends by shutting the sockets between ranks: the collective raises at once, Python runs again, and finds the
 KeyboardInterrupt. The sockets stay open, as shut ones, until gloo closes them, so no number is given to anyone else.
 Nothing of torch is replaced, and it works for whoever talks over TCP between ranks: gloo of the default group, of
 `new_group`, and inside the C++ reducer of torch's DistributedDataParallel.

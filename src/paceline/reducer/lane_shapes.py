@@ -1,0 +1,60 @@
+"""Lanes count equally, so their micros must be equally large, unless weight() has said how much each of them counts.
+
+Ranks tell each other one word for the shapes of their micros, as these were dealt. Only where the words differ, or those
+of one rank's own lanes do, the shapes themselves are exchanged, so that every rank can name them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.blocks import listed
+from paceline.collectives.api import Transport
+from paceline.collectives.wait import finish
+from paceline.errors import UsageError
+from paceline.reducer.agreement import Words
+from paceline.reducer.lanes import Lanes, Shapes
+
+NONE, DIFFERENT = 0, -1  # no hash is -1
+TOLD_BYTES = 512
+
+
+def word_of_shapes(lanes: Lanes) -> int:
+    """A digest of the shape that all micros of this rank have had in this step, if they had one."""
+    found = set(lanes.shapes.values())
+    if not found:
+        return NONE
+    return DIFFERENT if len(found) > 1 else hash(found.pop())
+
+
+def check(words: Sequence[Words], lanes: Lanes, transport: Transport, timeout_s: float | None) -> None:
+    """All ranks call it, with the same words, and all raise or none does."""
+    found = {row.lane_shape for row in words} - {NONE}
+    if any(row.aborted for row in words) or (len(found) < 2 and DIFFERENT not in found):
+        return
+    own = _told(lanes).encode()[:TOLD_BYTES].ljust(TOLD_BYTES, b" ")
+    every = torch.empty(transport.size, TOLD_BYTES, dtype=torch.uint8)
+    work = transport.all_gather(every.view(-1), torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    finish(work, what="the shapes of micros", watch=transport.watch, timeout_s=timeout_s)
+    texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in every]
+    by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    raise UsageError(
+        f"the micros of step {lanes.step} have different shapes, as they were dealt ({by_rank}): lanes count equally, "
+        f"so some would count too much or too little. Use a loader with drop_last=True, or run each backward inside "
+        f"model.weight(number of samples)"
+    )
+
+
+def _told(lanes: Lanes) -> str:
+    """What this rank's micros were, lanes of one shape together."""
+    runs: list[tuple[range, Shapes]] = []
+    for lane, shapes in sorted(lanes.shapes.items()):
+        if runs and runs[-1] == (range(runs[-1][0].start, lane), shapes):
+            runs[-1] = range(runs[-1][0].start, lane + 1), shapes
+        else:
+            runs.append((range(lane, lane + 1), shapes))
+    return ", ".join(f"{listed(run)} {shown(shapes)}" for run, shapes in runs)
+
+
+def shown(shapes: Shapes) -> str:
+    return " and ".join(str(list(shape)) for shape in shapes) or "no tensor"

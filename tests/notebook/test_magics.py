@@ -1,0 +1,248 @@
+"""The magics in a real kernel, with two real ranks behind it. The tests build on each other, as cells do."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.notebook.notebook import Notebook, gone_within
+
+pytestmark = pytest.mark.timeout(120)
+
+TRAIN = """
+for step in range(30):
+    loss = model(torch.randn(32, 16)).square().mean()
+    loss.backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    found = Notebook(tmp_path_factory.mktemp("kernel"))
+    found.good("%load_ext paceline")
+    yield found
+    found.close()
+
+
+def both(line: str) -> dict[int, list[str]]:
+    return {0: [line], 1: [line]}
+
+
+def pids(notebook: Notebook) -> list[int]:
+    status = notebook.good("%dist_status").stdout
+    return [int(found) for found in re.findall(r"PID (\d+)", status)]
+
+
+# ---------------------------------------------------------------------------------------------------- before the ranks
+
+
+@pytest.mark.parametrize("cell", ["%%rank [0]\n1", "%dist_status", "%sync", "%dist_restart 0", "%dist_mode on"])
+def test_without_ranks_a_magic_says_how_to_start_them(notebook: Notebook, cell: str) -> None:
+    found = notebook.run(cell)
+    assert not found.ok
+    assert "there are no ranks yet: start them with %dist_init --num-processes 2" in found.all
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("-n 0", "expected --num-processes of at least 1, got 0"),
+        ("-n 2 --gpu-ids 90,91", "there is no GPU 90, 91"),
+        ("-n 2 --gpu-ids one", "expected GPUs as numbers with commas"),
+        ("-n 2 --lanes 1", "expected at least a lane for each of the 2 ranks, got --lanes 1"),
+        ("-n 2 --transport pigeon", "expected --transport auto, shm, torch, got pigeon"),
+        ("--no-such-option", "unrecognized arguments"),
+    ],
+)
+def test_a_wish_that_cannot_be_granted_starts_nothing(notebook: Notebook, options: str, message: str) -> None:
+    found = notebook.run(f"%dist_init {options}")
+    assert not found.ok
+    assert message in found.all
+    assert "there are no ranks yet" in notebook.run("%dist_status").all
+
+
+def test_before_and_after_init_in_one_cell(notebook: Notebook) -> None:
+    notebook.good("x = 5; rank = 'mine'")
+    found = notebook.good("# a comment\n%dist_init -n 2  # two of them\nprint('on', rank, 'of', world_size)")
+    assert found.said == {0: ["on 0 of 2"], 1: ["on 1 of 2"]}
+    assert "ready → cpu" in found.all
+
+
+# ------------------------------------------------------------------------------------------------------ where cells run
+
+
+def test_names_that_cells_find(notebook: Notebook) -> None:
+    found = notebook.good(
+        "print(get('rank') == rank, get('ws'), local_rank == rank, gpu_id, device, dist.get_world_size())"
+    )
+    assert found.said == both("True 2 True None cpu 2")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [(" [0]", [0]), ("[1]", [1]), (" 1", [1]), (" !0", [1]), (" 0:1", [0])]
+    + [(spec, [0, 1]) for spec in (" all", " [0,1]", " [0-1]", " [0, 1]", " 0 1")],
+)
+def test_ranks_are_chosen(notebook: Notebook, spec: str, expected: list[int]) -> None:
+    assert notebook.good(f"%%rank{spec}\nprint(rank)").said == {rank: [str(rank)] for rank in expected}
+
+
+def test_ranks_that_are_not_there(notebook: Notebook) -> None:
+    assert "rank 5 does not exist: expected ranks of 0-1, got [5]" in notebook.run("%%rank [5]\n1").all
+    assert "2 ranks are running already" in notebook.run("%dist_init -n 2").all
+
+
+def test_the_kernel_keeps_its_own_names(notebook: Notebook) -> None:
+    notebook.good("x = torch.ones(3); lst = [rank]")
+    assert notebook.good("%%local\nprint(x, rank, 'lst' in globals())").stdout == "5 mine False\n"
+
+
+def test_mode_off_and_on(notebook: Notebook) -> None:
+    notebook.good("%dist_mode off")
+    assert notebook.good("print(rank)").stdout == "mine\n"
+    assert notebook.good("%%rank[1]\nprint(rank)").stdout == "[1] 1\n"
+    assert notebook.good("%%distributed\nprint('both')").said == both("both")
+    notebook.good("%dist_mode on")
+    assert notebook.good("print('both')").said == both("both")
+
+
+def test_what_a_frontend_runs_for_itself_stays_in_the_kernel(notebook: Notebook) -> None:
+    notebook.run("from_the_frontend = 1", silent=True)
+    assert notebook.good("%%local\nprint(from_the_frontend)").stdout == "1\n"
+
+
+def test_ipython_syntax_works_on_ranks(notebook: Notebook) -> None:
+    assert "Wall time" in notebook.good("%time sum(range(10))").stdout
+    assert notebook.good("!echo from a shell").stdout.count("from a shell") >= 1
+    assert notebook.good("import asyncio\nawait asyncio.sleep(0.01)\nprint('waited')").said == both("waited")
+    assert "[0-1] Docstring: Return the number of items" in notebook.good("len?").all
+
+
+def test_values_cross(notebook: Notebook) -> None:
+    notebook.good("t = torch.arange(3) + rank\n%dist_pull t")
+    assert notebook.good("%%local\nimport torch\nprint(t.tolist())").stdout == "[0, 1, 2]\n"
+    notebook.good("both = %dist_pull t --ranks all")
+    assert notebook.good("%%local\nprint({r: v.tolist() for r, v in both.items()})").stdout == (
+        "{0: [0, 1, 2], 1: [1, 2, 3]}\n"
+    )
+    notebook.good("%%local\nsettings = {'rates': [0.5, 1e-3], 'name': 'a'}")
+    notebook.good("%dist_push settings")
+    assert notebook.good("print(settings)").said == both("{'rates': [0.5, 0.001], 'name': 'a'}")
+    assert "no_such" in notebook.run("%dist_pull no_such").all
+    notebook.good("unsendable = lambda: 1")
+    assert not notebook.run("%dist_pull unsendable").ok
+
+
+def test_completion_and_tooltips_come_from_rank_0(notebook: Notebook) -> None:
+    notebook.good("only_on_ranks = torch.nn.Linear(2, 3)")
+    reply = notebook.client.complete("only_on", reply=True, timeout=10)["content"]
+    assert "only_on_ranks" in reply["matches"]
+    reply = notebook.client.inspect("only_on_ranks", reply=True, timeout=10)["content"]
+    assert reply["found"]
+    assert "Linear" in reply["data"]["text/plain"]
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_an_error_on_all_ranks_is_one_error_and_fails_the_cell(notebook: Notebook) -> None:
+    found = notebook.run("def f(n):\n    raise ValueError(f'bad {n}')\n\nf(3)")
+    assert not found.ok
+    lines = found.error.splitlines()
+    assert "ValueError on ranks 0-1 (2 of 2)" in lines[0]
+    assert any(line.startswith("----> 4") for line in lines)
+    assert len(lines) <= 15
+
+
+def test_a_magic_does_not_shift_the_lines_of_an_error(notebook: Notebook) -> None:
+    assert "----> 3 1 / 0" in notebook.run("%%rank [1]\n\n1 / 0").error
+    assert "line 4" in notebook.run("\n\n%%rank [1]\n1 / 0").error
+    assert "line 2" in notebook.run("%%local\n1 / 0").error
+
+
+# ---------------------------------------------------------------------------------------------------- the stop button
+
+
+def test_stop_ends_a_collective_of_some_ranks_and_the_group_works_after_it(notebook: Notebook) -> None:
+    notebook.good("kept = rank + 10")
+    found = notebook.run("%%rank [0]\nprint('waiting')\ndist.all_reduce(torch.ones(3))", stop_at="waiting")
+    assert not found.ok
+    assert "all_reduce in line 3 is for all ranks, but this cell runs on rank 0 alone" in found.all
+    assert found.stopped_s < 5
+    assert notebook.good("s = torch.ones(1); dist.all_reduce(s); print(s.item(), kept - rank)").said == both("2.0 10")
+
+
+@pytest.mark.parametrize("transport", ["auto", "torch"])
+def test_a_replica_trains_on_after_stop(notebook: Notebook, transport: str) -> None:
+    notebook.good(
+        "torch.manual_seed(0)\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))\n"
+        f"model = paceline.DistributedDataParallel(net, transport={transport!r})\n"
+        "optimizer = torch.optim.AdamW(model.parameters())"
+    )
+    found = notebook.run("print('training')\nwhile True:" + TRAIN.replace("\n", "\n    "), stop_at="training")
+    assert not found.ok
+    shown = notebook.good(TRAIN).shown
+    assert any("forward" in str(one.get("text/plain")) for one in shown), "the panel"
+    notebook.good("weights = [p.detach() for p in model.parameters()]")
+    notebook.good("weights = %dist_pull weights -r all")
+    assert notebook.good("%%local\nprint(all(map(torch.equal, *weights.values())))").stdout == "True\n"
+
+
+# --------------------------------------------------------------------------------------------------------- lost ranks
+
+
+def test_a_rank_that_dies_is_named_and_brought_back(notebook: Notebook) -> None:
+    found = notebook.run("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert not found.ok
+    assert "rank 1 was killed by SIGKILL" in found.all
+    assert "bring it back with %dist_restart 1" in notebook.run("print(rank)").all
+    assert notebook.good("%%rank [0]\nprint(kept)").stdout == "[0] 10\n"
+    notebook.good("%dist_restart 1")
+    assert notebook.good("print(kept if rank == 0 else 'kept' in globals())").said == {0: ["10"], 1: ["False"]}
+    assert notebook.good("s = torch.ones(1); dist.all_reduce(s); print(s.item())").said == both("2.0")
+
+
+def test_kill_and_reset(notebook: Notebook) -> None:
+    before = pids(notebook)
+    notebook.good("%dist_kill 1")
+    assert "dead" in notebook.good("%dist_status").stdout
+    notebook.good("%dist_reset")
+    assert gone_within(before, 2.0)
+    assert "NameError" in notebook.run("kept").all
+
+
+def test_ten_megabytes_of_output_do_no_harm(notebook: Notebook) -> None:
+    found = notebook.good("for i in range(100_000): print(i, 'x' * 45)\nprint('the end')")
+    assert "the end" in found.stdout
+    assert len(found.stdout) < 2_000_000
+    assert notebook.good("print(1)").said == both("1")
+
+
+def test_shutdown_ends_the_ranks_and_cells_run_here_again(notebook: Notebook) -> None:
+    before = pids(notebook)
+    assert len(before) == 2
+    notebook.good("%dist_shutdown")
+    assert gone_within(before, 2.0)
+    assert notebook.good("print(rank)").stdout == "mine\n"
+
+
+def test_a_restart_of_the_kernel_leaves_no_process(notebook: Notebook) -> None:
+    notebook.good("%dist_init -n 2")
+    notebook.good("import subprocess; child = subprocess.Popen(['sleep', '1000']); pid = child.pid")
+    children = notebook.good("%dist_pull pid -r all").shown[-1]["text/plain"]
+    before = [*pids(notebook), *map(int, re.findall(r"\d{2,}", children))]
+    assert len(before) == 4
+    notebook.kernel.restart_kernel(now=True)
+    notebook.client.wait_for_ready(timeout=30)
+    assert gone_within(before, 3.0)
+
+
+def test_the_extension_can_be_taken_out(notebook: Notebook) -> None:
+    notebook.good("%load_ext paceline")
+    notebook.good("%dist_init -n 1")
+    before = pids(notebook)
+    notebook.good("%unload_ext paceline")
+    assert gone_within(before, 2.0)
+    assert "not found" in notebook.run("%dist_status").all
