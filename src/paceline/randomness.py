@@ -4,6 +4,7 @@ import hashlib
 import operator
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,14 +56,43 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
         sys.modules["numpy"].random.set_state(state["numpy"])
 
 
+class Kept:
+    """The generators as they are now, to be put back.
+
+    Several may be kept at a time, and end in any order, as two loops that zip() runs side by side do. What is put back
+    at the end is what the first of them has found.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._found = [(rng_state(device), device)]
+        self._ends = sys.is_finalizing  # when Python ends, modules may be gone, and so may the generators
+        self._open: list[Kept] = _here.__dict__.setdefault("open", [])  # of this thread, oldest first
+        self._open.append(self)
+
+    def put_back(self) -> None:
+        """Once; more often does nothing."""
+        if self not in self._open or self._ends():
+            return
+        place = self._open.index(self)
+        del self._open[place]
+        if place < len(self._open):
+            self._open[place]._found += self._found
+            return
+        for state, device in self._found:
+            set_rng_state(state, device)
+
+
+_here = threading.local()
+
+
 @contextmanager
 def put_back(device: torch.device | None = None) -> Iterator[None]:
     """Afterwards the generators are as they were."""
-    state = rng_state(device)
+    kept = Kept(device)
     try:
         yield
     finally:
-        set_rng_state(state, device)
+        kept.put_back()
 
 
 def _index(device: torch.device) -> int:

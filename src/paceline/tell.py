@@ -13,6 +13,8 @@ import time
 from typing import Any, NamedTuple
 
 TELL_NAME = "PACELINE_TELL_FD"
+RECORD_NAME = "PACELINE_DETERMINISM"  # a file for what a replica computes, and how many steps of it
+RECORD_STEPS_NAME = "PACELINE_DETERMINISM_STEPS"
 # A launcher that does not read for this long loses the line; training goes on.
 PATIENCE_S = 0.05
 MAX_LINE = 1 << 20

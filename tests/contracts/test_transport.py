@@ -1,8 +1,10 @@
 """What every transport must do, asked of all of them."""
 
+import gc
 import math
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -277,6 +279,28 @@ def it_looks_at_what_is_exchanged_and_at_sparse_tensors(transport: Transport) ->
     transport.find_not_finite(False)
 
 
+def it_forgets_a_tensor_that_was_waited_for_in_vain(transport: Transport) -> None:
+    """A wait that is over before the others come leaves nothing behind that only the collector would find."""
+    flat = torch.ones(1 << 15)
+    kept = weakref.ref(flat)
+    if transport.rank:
+        time.sleep(0.1)
+    gc.disable()
+    try:
+        work = transport.all_reduce(flat)
+        while not work.wait(0.01):
+            pass
+        settle(transport, transport.all_reduce(torch.ones(1)))
+        del work, flat
+        deadline = time.monotonic() + 5
+        while kept() is not None and time.monotonic() < deadline:
+            transport.progress()
+            time.sleep(0.01)
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 CASES: list[Callable[[Transport], None]] = [
     it_knows_its_place,
     it_allocates_zeros,
@@ -297,6 +321,7 @@ CASES: list[Callable[[Transport], None]] = [
     it_finds_nothing_in_large_numbers_and_integers,
     it_notices_sums_that_overflow,
     it_looks_at_what_is_exchanged_and_at_sparse_tensors,
+    it_forgets_a_tensor_that_was_waited_for_in_vain,
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -35,15 +34,17 @@ SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},
     "completer-extension/manager": {"providerTimeout": 5000},
 }
+WIDTH = 1000
 DONE = re.compile(r"\[\d+\]")
 
 
 class Lab:
     """A server with one notebook, in a folder of its own. `with` starts it, and ends it with all that it started."""
 
-    def __init__(self, folder: Path, port: int, *, dark: bool = False) -> None:
+    def __init__(self, folder: Path, port: int, cells: Sequence[str], *, dark: bool = False) -> None:
         self._folder = folder
         self._port = port
+        self._cells = cells
         self._dark = dark
         self._token = secrets.token_hex(16)
         self._server: subprocess.Popen[bytes] | None = None
@@ -59,6 +60,7 @@ class Lab:
         return f"http://127.0.0.1:{self._port}/doc/tree/notebook.ipynb?token={self._token}"
 
     def __enter__(self) -> "Lab":
+        self._folder.mkdir()
         theme = {"theme": "JupyterLab Dark" if self._dark else "JupyterLab Light"}
         for name, setting in {**SETTINGS, "apputils-extension/themes": theme}.items():
             path = self._folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
@@ -66,6 +68,9 @@ class Lab:
             path.write_text(json.dumps(setting))
         root = self._folder / "root"
         root.mkdir()
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in self._cells])
+        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(notebook, root / "notebook.ipynb")
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
         command += [f"--ServerApp.port={self._port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={root}"]
         command += [f"--IdentityProvider.token={self._token}"]
@@ -74,11 +79,6 @@ class Lab:
                 command, cwd=root, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         return self
-
-    def write(self, cells: Sequence[str]) -> None:
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        nbformat.write(notebook, self._folder / "root" / "notebook.ipynb")
 
     def wait(self) -> None:
         """Until it answers."""
@@ -163,31 +163,58 @@ class Page:
         text: str = self.below(cell).inner_text()
         return text
 
+    def is_over(self, cell: int) -> bool:
+        return DONE.search(self._cells.nth(cell).locator(".jp-InputPrompt").inner_text()) is not None
+
     def stop(self) -> None:
+        """Press the button."""
         self.page.locator('[data-command="notebook:interrupt-kernel"]').first.click()
+
+    def pause(self, seconds: float) -> None:
+        self.page.wait_for_timeout(1000 * seconds)
+
+    def press(self, key: str) -> None:
+        self.page.keyboard.press(key)
 
     def type(self, text: str) -> None:
         """Into the selected cell."""
-        self.page.keyboard.press("Enter")
+        self.press("Enter")
         self.page.keyboard.type(text)
 
     def complete(self) -> list[str]:
-        """What Tab offers behind the text that was typed last; a single name is put in at once."""
-        self.page.keyboard.press("Tab")
+        """What Tab offers behind the text that was typed last."""
+        from playwright.sync_api import TimeoutError as NotThere
+
         names = self.page.locator(".jp-Completer:visible .jp-Completer-match")
-        names.first.wait_for(timeout=5000)
-        return [str(name) for name in names.all_inner_texts()]
+        for _ in range(3):  # the first answer may take longer than JupyterLab waits
+            self.press("Tab")
+            with suppress(NotThere):
+                names.first.wait_for(timeout=4000)
+                return [str(name) for name in names.all_inner_texts()]
+        return []
 
     def source(self, cell: int) -> str:
         text: str = self._cells.nth(cell).locator(".cm-content").inner_text()
         return text
 
-    def picture(self, path: Path) -> None:
-        """Of the whole notebook, without what surrounds it."""
-        content = self.page.locator(".jp-WindowedPanel-viewport").first
-        height = int(content.evaluate("node => node.scrollHeight")) + 60
-        self.page.set_viewport_size({"width": 1000, "height": height})
-        self.page.screenshot(path=path, scale="css")
+    def zoom(self, chart: Any) -> None:
+        """With Ctrl and the wheel, in the middle of a chart."""
+        chart.hover()
+        self.page.keyboard.down("Control")
+        for _ in range(8):
+            self.page.mouse.wheel(0, -100)
+        self.page.keyboard.up("Control")
+        self.pause(0.2)
+
+    def picture(self, path: Path, last: int) -> None:
+        """Of the notebook until this cell, without what surrounds it."""
+        content = self.page.locator(".jp-Notebook .jp-WindowedPanel-outer").first
+        self.page.set_viewport_size({"width": WIDTH, "height": 2500})
+        content.evaluate("node => { node.scrollTop = 0; document.activeElement.blur(); }")
+        around, end = content.bounding_box(), self._cells.nth(last).bounding_box()
+        height = end["y"] + end["height"] - around["y"]
+        clip = {"x": around["x"], "y": around["y"], "width": around["width"], "height": height}
+        self.page.screenshot(path=path, clip=clip)
 
 
 @contextmanager
@@ -198,7 +225,7 @@ def open_page(lab: Lab, chromium: str) -> Iterator[Page]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS), env=lab.environment)
         try:
-            page = browser.new_page(viewport={"width": 1000, "height": 1400})
+            page = browser.new_page(viewport={"width": WIDTH, "height": 1400})
             lab.wait()
             page.goto(lab.url)
             opened = Page(page)
@@ -206,7 +233,3 @@ def open_page(lab: Lab, chromium: str) -> Iterator[Page]:
             yield opened
         finally:
             browser.close()
-
-
-def chromium() -> str | None:
-    return shutil.which("chromium")

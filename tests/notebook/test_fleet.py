@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import IllegalMove, UsageError
+from paceline.notebook import interrupt, patience
 from paceline.notebook.events import Cleared, Died, Ended, Failed, Noticed, Showed
 from paceline.notebook.fleet import BootFailed, BootView, Fleet, RankState, Stage, Wish
 from tests.notebook.conftest import Record, unseen
@@ -28,6 +29,11 @@ def ran(fleet: Fleet, code: str, ranks: tuple[int, ...] = BOTH, *, count: int | 
     assert not outcome.failures, view.traceback(outcome.failures[0].rank)
     assert not outcome.deaths and not outcome.interrupted
     return view
+
+
+def told(capsys: pytest.CaptureFixture[str], what: str) -> None:
+    with capsys.disabled():
+        sys.stdout.write(f" [{what}] ")
 
 
 def assert_group_works(fleet: Fleet) -> None:
@@ -134,8 +140,7 @@ def test_an_empty_cell_is_quick(fleet: Fleet, capsys: pytest.CaptureFixture[str]
         began = time.perf_counter()
         ran(fleet, "")
         took.append(time.perf_counter() - began)
-    with capsys.disabled():
-        sys.stdout.write(f" [an empty cell: {statistics.median(took) * 1000:.1f} ms] ")
+    told(capsys, f"an empty cell: {statistics.median(took) * 1000:.1f} ms")
     assert statistics.median(took) < 0.3
 
 
@@ -159,14 +164,13 @@ def test_values_and_facts(fleet: Fleet) -> None:
 # Interrupts --------------------------------------------------------------------------------------------------------
 
 
-def interrupt(fleet: Fleet, code: str, capsys: pytest.CaptureFixture[str], ranks: tuple[int, ...] = (0,)) -> Record:
+def stop(fleet: Fleet, code: str, capsys: pytest.CaptureFixture[str], ranks: tuple[int, ...] = (0,)) -> Record:
     """Stop a cell that blocks after it wrote "here"."""
     generation = fleet.generation
     view = Record(stop_at="here")
     outcome = fleet.run(f"print('here', flush=True)\n{code}", ranks, view)
     took = time.monotonic() - view.stopped_at
-    with capsys.disabled():
-        sys.stdout.write(f" [back after {took:.2f} s] ")
+    told(capsys, f"back after {took:.2f} s")
     assert outcome.interrupted and not outcome.deaths
     assert took < SOON_S
     assert fleet.generation == generation + 1
@@ -196,7 +200,7 @@ def replicas(fleet: Fleet) -> None:
 @pytest.mark.parametrize("what", BLOCKED)
 @pytest.mark.usefixtures("replicas")
 def test_interrupt(fleet: Fleet, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    interrupt(fleet, BLOCKED[what], capsys)
+    stop(fleet, BLOCKED[what], capsys)
     assert_group_works(fleet)
     assert ran(fleet, "print(kept.tolist())").text(1) == "[1.0, 1.0, 1.0]\n"
 
@@ -210,13 +214,14 @@ def test_our_replica_goes_on_after_an_interrupt(fleet: Fleet) -> None:
 
 @pytest.mark.usefixtures("replicas")
 def test_interrupt_of_ranks_in_different_places(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    view = interrupt(fleet, "dist.all_reduce(torch.ones(3)) if rank else time.sleep(100)", capsys, BOTH)
+    view = stop(fleet, "dist.all_reduce(torch.ones(3)) if rank else time.sleep(100)", capsys, BOTH)
     assert [event.name for event in view.of(Failed)] == ["KeyboardInterrupt"] * 2
     assert_group_works(fleet)
 
 
 @pytest.mark.usefixtures("replicas")
-def test_who_waits_for_whom_is_said(fleet: Fleet) -> None:
+def test_who_waits_for_whom_is_said(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "AT_S", (0.3,))
     view = Record(stop_at="all_reduce")
     outcome = fleet.run("\ndist.all_reduce(torch.ones(3))", [0], view)
     assert outcome.interrupted
@@ -225,114 +230,109 @@ def test_who_waits_for_whom_is_said(fleet: Fleet) -> None:
     assert_group_works(fleet)
 
 
-@pytest.mark.usefixtures("replicas")
-def test_a_rank_that_does_not_stop_is_killed_at_the_second_request(fleet: Fleet) -> None:
-    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('here', flush=True); time.sleep(100)"
+# Deaths ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_stop_is_killed_at_the_second_request(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(interrupt, "NAMED_AFTER_S", 0.3)
+    monkeypatch.setattr(interrupt, "KILLED_AFTER_S", 0.6)
+    ran(fleet, "import signal, time; kept = torch.full((3,), float(rank))")
     view = Record(stop_at="here")
-    again = threading.Timer(5.5, os.kill, (os.getpid(), signal.SIGINT))
+    again = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     again.start()
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN); print('here', flush=True); time.sleep(100)"
     outcome = fleet.run(deaf, [1], view)
     again.join()
     assert outcome.interrupted
     assert [(died.rank, died.how) for died in outcome.deaths] == [(1, "was killed by SIGKILL")]
     assert "interrupt once more" in view.of(Noticed)[0].text
-    fleet.restart([1], unseen)
-    assert_group_works(fleet)
-    ran(fleet, "import time")
-
-
-# Deaths ------------------------------------------------------------------------------------------------------------
-
-ENDS = {
-    "SIGKILL": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", ""),
-    "exit": ("import os; os.write(2, b'last words\\n'); os._exit(3)", "exited with 3", "last words"),
-    "segfault": ("import ctypes; ctypes.string_at(0)", "was killed by SIGSEGV", "Segmentation fault"),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_death_in_a_cell(fleet: Fleet, end: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, how, words = ENDS[end]
-    ran(fleet, "kept = torch.full((3,), float(rank))")
-    view = Record()
-    fleet.run(f"import time; fell = time.monotonic(); print(fell, flush=True); time.sleep(0.1)\n{code}", [1], view)
-    died = view.of(Died)[0]
-    seen = view.times[view.events.index(died)] - float(view.text(1)) - 0.1
-    with capsys.disabled():
-        sys.stdout.write(f" [seen after {seen:.3f} s] ")
-    assert (died.rank, died.how) == (1, how)
-    assert words in "\n".join(died.words)
-    assert seen < SOON_S
     assert fleet.ranks()[1].state is RankState.DEAD
     # A cell for a dead rank is not run, on no rank.
-    again = Record()
-    assert fleet.run("print('ran')", BOTH, again).deaths == (died,)
-    assert again.of(Died) == [died] and not again.text(0)
-    assert ran(fleet, "print(kept.tolist())", (0,)).text(0) == "[0.0, 0.0, 0.0]\n"
+    view = Record()
+    assert fleet.run("print('ran')", BOTH, view).deaths == outcome.deaths
+    assert view.of(Died) == list(outcome.deaths) and not view.text(0)
 
     began = time.monotonic()
     fleet.restart([1], unseen)
-    with capsys.disabled():
-        sys.stdout.write(f" [back in {time.monotonic() - began:.1f} s] ")
+    told(capsys, f"back in {time.monotonic() - began:.1f} s")
     assert_group_works(fleet)
     assert ran(fleet, "print(kept.tolist())", (0,)).text(0) == "[0.0, 0.0, 0.0]\n"
     assert "kept" not in ran(fleet, "print(list(globals()))", (1,)).text(1)
 
 
-def test_death_while_others_wait_and_between_cells(fleet: Fleet) -> None:
-    ran(fleet, "import os, time")
+def test_death_while_another_rank_waits(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    ran(fleet, "import os, signal, time")
     view = Record()
-    outcome = fleet.run("if rank: time.sleep(0.2); os._exit(4)\ndist.all_reduce(torch.ones(3))", BOTH, view)
-    assert [died.how for died in outcome.deaths] == ["exited with 4"]
+    outcome = fleet.run(
+        "if rank:\n"
+        "    print(time.monotonic() + 0.1, flush=True); time.sleep(0.1); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "dist.all_reduce(torch.ones(3))",
+        BOTH,
+        view,
+    )
+    assert [(died.rank, died.how) for died in outcome.deaths] == [(1, "was killed by SIGKILL")]
     assert [failure.rank for failure in outcome.failures] == [0]
+    seen = view.times[view.events.index(outcome.deaths[0])] - float(view.text(1))
+    told(capsys, f"seen after {seen:.3f} s")
+    assert seen < SOON_S
     fleet.restart([1], unseen)
+    assert_group_works(fleet)
+
+
+def test_last_words(fleet: Fleet) -> None:
+    view = Record()
+    outcome = fleet.run(
+        "import ctypes, os\n"
+        "if rank:\n    ctypes.string_at(0)\n"
+        "print('printed', flush=True); os.write(2, b'last words\\n'); os._exit(3)",
+        BOTH,
+        view,
+    )
+    left, crashed = sorted(outcome.deaths, key=lambda died: died.rank)
+    assert (left.how, left.words) == ("exited with 3", ("last words",))
+    assert view.text(0) == "printed\n"
+    assert crashed.how == "was killed by SIGSEGV" and "Segmentation fault" in crashed.words[0]
+    assert "string_at" in crashed.words[1] and len(crashed.words) < 10
+    with pytest.raises(UsageError, match=r"\[1\] are dead too"):
+        fleet.restart([0], unseen)
+    shown: list[BootView] = []
+    fleet.restart(BOTH, shown.append)
+    assert shown[0].stages == (Stage.STARTING,) * 2 and shown[-1].stages == (Stage.READY,) * 2
+    assert_group_works(fleet)
+
+
+def test_death_between_cells_and_of_the_keeper(fleet: Fleet) -> None:
     ran(fleet, "import os, threading; threading.Timer(0.1, os._exit, (5,)).start()", (1,))
     time.sleep(0.5)
     view = Record()
-    outcome = fleet.run("print(1)", [0], view)  # the death of a rank that is not asked is told, and is no failure
+    fleet.run("print(1)", [0], view)  # the death of a rank that is not asked is told, and is no failure
     assert [died.how for died in view.of(Died)] == ["exited with 5"] and view.text(0) == "1\n"
     assert fleet.ranks()[1].died == "exited with 5"
-    fleet.kill([0])
-    with pytest.raises(UsageError, match=r"\[1\] are dead too"):
-        fleet.restart([0], unseen)
-    fleet.restart([0, 1], unseen)
+
+    keeper = int(Path(f"/proc/{fleet.ranks()[0].pid}/stat").read_text().rpartition(")")[2].split()[1])
+    threading.Timer(0.2, os.kill, (keeper, signal.SIGKILL)).start()
+    outcome = fleet.run("import time; time.sleep(100)", [0], Record())
+    assert len(outcome.deaths) == 1 and "keeps the ranks" in outcome.deaths[0].how
+    fleet.restart(BOTH, unseen)
     assert_group_works(fleet)
 
 
 # Starts and ends ---------------------------------------------------------------------------------------------------
 
 
-CHILD = """
-import subprocess
-child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-print(child.pid)
-"""
-
-
-def test_start_and_end(capsys: pytest.CaptureFixture[str]) -> None:
-    fleet = Fleet(Wish(2, gpu_ids=()))
-    shown: list[BootView] = []
-    began = time.monotonic()
-    fleet.start(shown.append)
-    ready = time.monotonic() - began
-    ran(fleet, CHILD)
-    pids = [found.pid for found in fleet.ranks()]
-    assert shown[0].stages == (Stage.STARTING,) * 2 and shown[-1].stages == (Stage.READY,) * 2
-    # The keeper is killed: the ranks go with it, and can be started again.
-    keeper = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(keeper, signal.SIGKILL)
-    view = Record()
-    outcome = fleet.run("time.sleep(100)", BOTH, view)
-    assert len(outcome.deaths) == 2 and "keeps the ranks" in outcome.deaths[0].how
-    fleet.restart(BOTH, unseen)
-    assert_group_works(fleet)
-    text = ran(fleet, CHILD)
-    pids += [found.pid for found in fleet.ranks()] + [int(text.text(rank)) for rank in BOTH]
+def test_close_leaves_no_process(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    view = ran(
+        fleet,
+        "import subprocess\nchild = subprocess.Popen(['sleep', '1000'], start_new_session=True)\nprint(child.pid)",
+    )
+    pids = [found.pid for found in fleet.ranks()] + [int(view.text(rank)) for rank in BOTH]
+    assert all(alive(pid) for pid in pids)
     began = time.monotonic()
     fleet.close()
     fleet.close()
-    with capsys.disabled():
-        sys.stdout.write(f" [ready in {ready:.1f} s, closed in {time.monotonic() - began:.1f} s] ")
+    told(capsys, f"closed in {time.monotonic() - began:.1f} s")
     assert not [pid for pid in pids if alive(pid)]
     with pytest.raises(IllegalMove, match="there are no ranks"):
         fleet.run("1", BOTH, Record())

@@ -259,6 +259,36 @@ def test_bars_and_lines_stand_in_the_order_of_the_rank() -> None:
     assert "[0] r0e1 3/3" in seen[2][1] and "[1] r1e1 3/3" in seen[2][1]
 
 
+def test_the_end_of_a_bar_may_come_after_the_text() -> None:
+    cell = Cell(1)
+    for text in ("\r 50%", "loss\n", "\r100%\n\r  0%", "\r 10%"):
+        cell.take(Wrote(0, "stdout" if "loss" in text else "stderr", text))
+        cell.wait(0.2)
+    assert cell.close() == [("live", "[0] 100%"), ("stdout", "loss\n"), ("live", "[0]  10%")]
+
+
+def test_nested_bars_of_the_next_epoch_stand_below_the_text() -> None:
+    cell = Cell(1)
+    for epoch in range(2):
+        cell.err(0, f"\r{epoch}: 0/1")
+        cell.err(0, "\n\rbatches 0/9\x1b[A")
+        cell.err(0, "\n\r           \x1b[A")
+        cell.err(0, f"\r{epoch}: 1/1\n")
+        cell.out(0, "loss\n")
+        cell.wait(0.2)
+    assert cell.close() == [("live", "[0] 0: 1/1"), ("stdout", "loss\n"), ("live", "[0] 1: 1/1"), ("stdout", "loss\n")]
+
+
+def test_text_does_not_part_nested_bars() -> None:
+    cell = Cell(1)
+    cell.err(0, "\repochs 1/5")
+    cell.out(0, "epoch\n")
+    for text in ("\n\rbatches 0/9", "\x1b[A", "\repochs 2/5", "\n\rbatches 7/9\x1b[A"):
+        cell.err(0, text)
+        cell.wait(0.2)
+    assert cell.close() == [("live", "[0] epochs 2/5\n[0] batches 7/9"), ("stdout", "epoch\n")]
+
+
 def test_text_before_a_bar_stands_above_it() -> None:
     cell = Cell()
     cell.out(0, "begin\n")

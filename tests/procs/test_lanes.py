@@ -3,10 +3,15 @@
 import hashlib
 import pickle
 import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.models import DDP, draw
@@ -63,3 +68,49 @@ def test_every_world_and_transport_gives_one_digest(procs: Pool) -> None:
         assert all(untouched for _, untouched in results)
         found[size, transport] = results[0][0]
     assert len(set(found.values())) == 1, found
+
+
+def moved(rank: int, size: int) -> list[float] | None:
+    """Half of the steps with all ranks, and half of them without the last one."""
+    torch.manual_seed(5)
+    model: Any = DDP(Noisy(), lanes=LANES, seed=9, transport="torch")
+    fewer = dist.new_group(range(max(1, size - 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(4):
+        if step == 2 and size > 1:
+            if rank == size - 1:
+                return None
+            model._update_process_group(fewer)
+        for x in model.lanes([draw(100 * step + lane, 6, 8) for lane in model.own_lanes], step):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([value.double().flatten() for value in model.module.state_dict().values()]).tolist()
+
+
+def test_lanes_are_dealt_anew_to_fewer_ranks(procs: Pool) -> None:
+    (alone,) = procs(1).run(moved)
+    assert procs(3).run(moved) == [alone, alone, None]
+
+
+LEFT = """
+import numpy, torch, paceline
+world = paceline.init()
+net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+model = paceline.DistributedDataParallel(net, lanes=4)
+lanes = model.lanes([torch.randn(4, 8), torch.randn(4, 8)], 0)
+for number, x in enumerate(lanes):
+    model(x).square().mean().backward()
+    if number == 1 and world.rank == 0:
+        raise ValueError("a fault of the script's own")
+"""
+
+
+def test_a_loop_that_is_left_when_python_ends(tmp_path: Path) -> None:
+    """The iterator has a name, so it is still there when the modules go."""
+    (tmp_path / "script.py").write_text(LEFT)
+    command = [sys.executable, "-m", "paceline.cli", "run", "--nproc-per-node", "2", str(tmp_path / "script.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    said = done.stdout + done.stderr
+    assert "ValueError: a fault of the script's own" in said
+    assert not re.search("Exception ignored|AttributeError|SIGABRT|could not be ended", said), said

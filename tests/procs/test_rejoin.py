@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline import DistributedDataParallel as DDP
+from paceline import DistributedDataParallel
 from paceline.errors import PeerAbsent
 from paceline.replica.rejoin import outlive_group
 from tests.models import draw, mlp
@@ -16,7 +16,7 @@ from tests.pool import Pool
 LANES = 2
 
 
-def one_step(model: DDP, optimizer: torch.optim.Optimizer, number: int) -> None:
+def one_step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, number: int) -> None:
     rank = dist.get_rank()
     optimizer.zero_grad()
     if model._lane_count is None:
@@ -40,7 +40,10 @@ def stopped_apart(rank: int, size: int, folder: str, transport: str, lanes: int 
     torch.manual_seed(3)
     store = dist.FileStore(f"{folder}/0", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    model = DDP(mlp(16, 32, 16, 4), transport=transport, lanes=lanes, timeout=1.0)
+    module = mlp(16, 32, 16, 4)
+    if lanes is not None:  # outside of lanes buffers are sent with every forward
+        module.append(torch.nn.BatchNorm1d(4))
+    model = DistributedDataParallel(module, transport=transport, lanes=lanes, timeout=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(3):
         one_step(model, optimizer, number)
@@ -53,12 +56,14 @@ def stopped_apart(rank: int, size: int, folder: str, transport: str, lanes: int 
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
+        for buffer in model.buffers():
+            buffer.add_(1)
     assert form_again(rank, size, folder, 2) == 1
     for number in range(4, 8):
         one_step(model, optimizer, number)
     moments = [state["exp_avg"] for state in optimizer.state.values()]
     dist.destroy_process_group()
-    return [tensor.flatten().tolist() for tensor in [*model.parameters(), *moments]]
+    return [tensor.flatten().tolist() for tensor in [*model.parameters(), *model.buffers(), *moments]]
 
 
 @pytest.mark.parametrize(("transport", "lanes"), [("shm", None), ("torch", None), ("auto", LANES)])
@@ -71,7 +76,7 @@ def test_ranks_that_were_stopped_apart_go_on_together(
 
 def never_stopped(rank: int, size: int) -> list[list[float]]:
     torch.manual_seed(3)
-    model = DDP(mlp(16, 32, 16, 4))
+    model = DistributedDataParallel(mlp(16, 32, 16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(8):
         one_step(model, optimizer, number)

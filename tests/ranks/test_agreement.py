@@ -2,6 +2,7 @@
 
 import logging
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ from torch import nn
 
 import paceline
 from paceline.agree import read_capsule
-from paceline.collectives import Transport
+from paceline.collectives import LocalTransport, Transport
 from paceline.collectives.threads import run
-from paceline.errors import NoMajority, NotFiniteGradients, ReplicaDrift, UsageError
+from paceline.collectives.wait import finish
+from paceline.errors import BackwardAborted, ModelMismatch, NoMajority, NotFiniteGradients, ReplicaDrift, UsageError
 from paceline.replica.agreement import Agreement
+from paceline.replica.capsules import _tell_of_the_end
 from tests.models import DDP, draw, mlp, seeded
 
 EVERY = 4
@@ -158,10 +161,28 @@ def drifts_at_once(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize(("size", "agreement"), [(3, {"drift": "heal"}), (2, {"drift": "heal", "trust": 0})])
-def test_healed_replicas_are_equal_again(size: int, agreement: dict[str, Any]) -> None:
-    first, *others = run(lambda transport: drifted(transport, **agreement), size)
+def test_healed_replicas_are_equal_again(
+    size: int, agreement: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "paceline"):
+        first, *others = run(lambda transport: drifted(transport, **agreement), size)
     for other in others:
         assert all(torch.equal(other[name], first[name]) for name in first)
+    whose = "the majority" if size == 3 else "rank 0, which is the one to trust"
+    for text in caplog.messages:
+        assert text.startswith("healed: ") and f"All ranks have the values of {whose} now" in text
+        assert "restart" not in text
+
+
+def test_what_ranks_ask_for_has_to_be_alike_and_possible(tmp_path: Path) -> None:
+    def apart(transport: Transport) -> None:
+        Session(transport, capsules=tmp_path if transport.rank else None)
+
+    with pytest.raises(ModelMismatch, match="capsules=None on rank 0, .*capsules=a folder on rank 1"):
+        run(apart, 2)
+    with pytest.raises(UsageError, match=r"trust=2\): expected a rank of this world, 0 to 1"):
+        run(lambda transport: Session(transport, drift="heal", trust=2), 2)
+    run(lambda transport: Session(transport, drift="heal", trust=2, not_finite="skip"), 1)
 
 
 def test_with_every_step_compared_it_is_found_before_the_next_update() -> None:
@@ -278,8 +299,11 @@ def test_too_many_in_a_row_are_an_error() -> None:
 
 
 def test_it_can_be_raised_at_once() -> None:
-    with pytest.raises(NotFiniteGradients, match="in step 2, by the batch of rank 1; no rank has stepped on it"):
+    with pytest.raises(NotFiniteGradients, match="in step 2, by the batch of rank 1; no rank has stepped on it") as told:
         run(lambda transport: poisoned(transport, None, {1}, not_finite="raise"), 2)
+    assert 'pass not_finite="skip" to go on' in str(told.value)
+    with pytest.raises(NotFiniteGradients, match=r"in step 1, by the batch of rank 1 \(lanes 2 to 3\); no rank"):
+        run(lambda transport: poisoned(transport, 4, {1}, not_finite="raise"), 2)
 
 
 @pytest.mark.parametrize(
@@ -288,6 +312,7 @@ def test_it_can_be_raised_at_once() -> None:
         ({"drift": "ignore"}, "accepted: 'raise', 'heal'"),
         ({"state_every": -1}, "at least 0"),
         ({"patience": 0}, "at least 1"),
+        ({"trust": -1}, "expected a rank, or None"),
         ({"not_finite": "zero"}, "accepted: 'keep', 'skip', 'raise'"),
     ],
 )
@@ -313,12 +338,140 @@ def test_a_capsule_holds_the_step_and_the_batches_of_all_ranks(lanes: int | None
     assert "first.weight" in capsule.state
     if lanes is None:
         assert not capsule.omitted
-        assert torch.equal(capsule.batch["args"][0], draw(201, 6, 5) * float("inf"))
-        assert capsule.rng is not None
+        (given,) = capsule.batch
+        assert torch.equal(given["args"][0], draw(201, 6, 5) * float("inf"))
+        assert given["rng"] is not None
     else:
         assert capsule.lanes == (2, 3)
         assert [lane for lane, _ in capsule.batch] == [2, 3]
         assert torch.equal(capsule.others[0]["batch"][0][1], draw(200, 6, 5))
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken")
+
+
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_a_backward_that_raises_leaves_a_capsule(lanes: int | None, tmp_path: Path) -> None:
+    """On the rank where it did, with what that step was given."""
+
+    def body(transport: Transport) -> None:
+        session = Session(transport, lanes, capsules=tmp_path)
+        session.step()
+        model, fails = session.model, transport.rank == 1
+        x = Breaks.apply(draw(7, 6, 5).requires_grad_()) if fails else draw(7, 6, 5)
+        with pytest.raises(ValueError if fails else BackwardAborted):
+            if lanes is None:
+                model(x).square().mean().backward()
+                assert fails
+            for micro in model.lanes([x] * len(model.own_lanes), 1) if lanes else ():
+                model(micro).square().mean().backward()
+            model.zero_grad()
+            session.step_number = 2
+            session.step()
+        session.optimizer.zero_grad()
+        session.step()
+
+    run(body, 2)
+    (file,) = tmp_path.iterdir()
+    capsule = read_capsule(file)
+    assert (capsule.kind, capsule.rank, capsule.step) == ("crash", 1, 1 if lanes else 2)
+    assert capsule.error == "backward raised"
+    assert torch.equal(capsule.batch[0] if lanes else capsule.batch[0]["args"][0], draw(7, 6, 5))
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_an_error_that_ends_the_script_in_a_step_leaves_a_capsule(
+    lanes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that was raised between forward and backward. Python keeps it in sys.last_value."""
+    agreement = Agreement(capsules=tmp_path)
+    model = DDP(mlp(4, 2), transport=LocalTransport(), lanes=lanes, agreement=agreement)
+    monkeypatch.setattr(sys, "last_value", IndexError("in the loss"), raising=False)
+    given = [draw(0, 3, 4), draw(1, 3, 4)] if lanes else [draw(0, 3, 4)]
+    loop = model.lanes(given, 5) if lanes else iter(given)
+    for x in loop:
+        model(x).sum().backward()
+    model.zero_grad()
+    _tell_of_the_end()
+    assert not list(tmp_path.iterdir()), "it came after the step"
+    loop = model.lanes(given, 6) if lanes else iter(given)
+    model(next(loop))
+    _tell_of_the_end()
+    _tell_of_the_end()
+    (file,) = tmp_path.iterdir()
+    capsule = read_capsule(file)
+    assert (capsule.kind, capsule.error, capsule.step) == ("crash", "IndexError: in the loss", 6 if lanes else 2)
+    loop.close() if lanes else None
+
+
+def test_all_micros_of_a_step_are_kept_and_what_changed_since_is_named(tmp_path: Path) -> None:
+    agreement = Agreement(not_finite="skip", capsules=tmp_path)
+    model = DDP(mlp(4, 2), transport=LocalTransport(), agreement=agreement)
+    reused = torch.full((3, 4), float("nan"))
+    with model.no_sync():
+        model(reused).sum().backward()
+    reused.fill_(2.0)  # a loader that reads into the same memory again
+    with torch.no_grad():
+        model(draw(9, 1, 4))
+    model(draw(0, 3, 4)).sum().backward()
+    (file,) = tmp_path.iterdir()
+    capsule = read_capsule(file)
+    assert [tuple(one["args"][0].shape) for one in capsule.batch] == [(3, 4), (3, 4)]
+    assert capsule.omitted == ("batch.0.args.0: changed since the step was given it",)
+    assert torch.equal(capsule.batch[1]["args"][0], draw(0, 3, 4))
+
+
+class Awkward(nn.Linear):
+    """Takes what no capsule can hold, and keeps state that is no tensor."""
+
+    broken = False
+
+    def forward(self, x: torch.Tensor, extra: object = None) -> torch.Tensor:
+        if self.broken:
+            raise KeyError("the user's own error")
+        return super().forward(x)
+
+    def get_extra_state(self) -> object:
+        if self.broken:
+            raise RuntimeError("device-side assert triggered")
+        return {"a": "set"}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+def test_what_a_capsule_cannot_hold_hides_no_error_and_stops_no_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(Awkward(4, 2), transport=transport, agreement=Agreement(not_finite="skip", capsules=tmp_path))
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        for step in range(10):
+            factor = float("nan") if step and transport.rank == 1 else 1.0
+            model(draw(step, 3, 4) * factor, extra=nested if transport.rank == 0 else None).sum().backward()
+            assert (model.module.weight.grad is None) is bool(step)
+            model.zero_grad()
+        model.module.broken = True
+        with pytest.raises(KeyError, match="the user's own error"):
+            model(draw(0, 3, 4))
+
+    with caplog.at_level(logging.WARNING, "paceline"):
+        run(body, 2)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 8, "of nine steps that were skipped"
+    capsule = read_capsule(files[0])
+    assert [other["rank"] for other in capsule.others] == [0]
+    assert "extra" not in str(capsule.state)
+    assert sum("no failure capsule could be made" in text for text in caplog.messages) == 2
 
 
 def test_a_capsule_of_drift_tells_the_tensors_of_all_ranks_apart(tmp_path: Path) -> None:
@@ -334,6 +487,10 @@ def test_a_capsule_of_drift_tells_the_tensors_of_all_ranks_apart(tmp_path: Path)
 def test_a_forward_that_raises_leaves_a_capsule(tmp_path: Path) -> None:
     def body(transport: Transport) -> None:
         session = Session(transport, capsules=tmp_path)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), torch.no_grad():
+            session.model(draw(0, 6, 4))
+        assert not list(tmp_path.iterdir()), "an evaluation is no step"
+        finish(transport.all_gather(torch.empty(2), torch.ones(1)), what="the look", watch=transport.watch)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             session.model(draw(0, 6, 4))
 

@@ -1,6 +1,9 @@
 """Lanes: the same bits in a world of any size. Ranks are threads here; tests/procs has real ones, with dropout."""
 
+import logging
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from paceline import Agreement
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
-from paceline.errors import BackwardAborted, CollectiveMismatch, UnreducedGradients, UsageError
+from paceline.errors import (
+    BackwardAborted,
+    CollectiveMismatch,
+    PeerLost,
+    UnreducedGradients,
+    UnusedParameters,
+    UsageError,
+)
 from tests.models import DDP, Branches, draw, mlp, seeded
 
 State = dict[str, torch.Tensor]
@@ -110,6 +120,18 @@ def of_branches(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
     model(x[:, :3], "ta" if lane % 2 else "t").sum().backward()
 
 
+def of_branches_or_skipped(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    """The last lane of every rank has nothing to say, and what no lane has used is left alone."""
+    if lane % 2 == 0 and lane < 5:
+        of_branches(model, x, step, lane)
+    else:
+        model.skip_batch()
+
+
+def skips_short_ones(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
+    plain(model, x, step, lane) if len(x) else model.skip_batch()
+
+
 def poisoned(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
     plain(model, x * float("inf") if (step, lane) == (1, 4) else x, step, lane)
 
@@ -150,6 +172,16 @@ BODIES: dict[str, tuple[Body, dict[str, Any]]] = {
     "bfloat16": (plain, {"make": lambda: mlp(5, 6, 3), "dtype": torch.bfloat16}),
     "a step that is skipped": (poisoned, {"agreement": Agreement(not_finite="skip")}),
     "float64": (plain, {"dtype": torch.float64}),
+    "skipped lanes of another size": (
+        skips_short_ones,
+        {"deal": lambda step, lane: draw(10 * step + lane, 0 if (step + lane) % 4 == 0 else 4, 5)},
+    ),
+    "another size in every step": (plain, {"deal": lambda step, lane: draw(10 * step + lane, 3 + step, 5)}),
+    "unused parameters, and skipped lanes": (of_branches_or_skipped, {"make": Branches}),
+    "parameters of some lanes, and all are wanted": (
+        experts,
+        {"make": lambda: nn.Sequential(*(mlp(5, 2, seed=n) for n in range(3))), "unused": "error"},
+    ),
 }
 
 
@@ -211,30 +243,51 @@ def test_a_loop_that_zip_ends() -> None:
             assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.parametrize("lane", range(4))
+def _retry(model: Any, x: torch.Tensor) -> None:
+    with model.weight(2.0):
+        model(x).sum().backward()
+
+
+AFTER_A_FAILURE: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    "skip": lambda model, _: model.skip_batch(),
+    "sync": lambda model, _: model.sync_gradients(),
+    "retry": _retry,
+    "go on": lambda *_: None,
+}
+
+
+@pytest.mark.parametrize("then", AFTER_A_FAILURE)
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_backward_that_raised_cannot_be_skipped(size: int, lane: int) -> None:
+def test_a_backward_that_raised_cannot_be_mended(size: int, then: str) -> None:
+    """Not in any lane, nor if it was to be followed by others: what it has left behind is not known."""
+
+    def attempt(model: Any, step: int, fails: int, *, syncs: bool) -> None:
+        for number, x in model.lanes([(n, micro(0, n)) for n in model.own_lanes], step):
+            hidden = model.module[:2](x)
+            if number == fails:
+                hidden.register_hook(_raise)  # when the last layer has its gradient already
+            try:
+                with model.weight(2.0), nullcontext() if syncs else model.no_sync():
+                    model.module[2](hidden).sum().backward()
+                if not syncs:
+                    model.sync_gradients()
+            except ZeroDivisionError:
+                AFTER_A_FAILURE[then](model, x)
+
     def body(transport: Transport) -> Any:
         model = DDP(mlp(5, 6, 3), transport=transport, lanes=4)
-
-        def attempt() -> None:
-            for number, x in model.lanes([(n, micro(0, n)) for n in model.own_lanes], 0):
-                out = model(x)
-                if number == lane:
-                    out.register_hook(_raise)
-                try:
-                    out.sum().backward()
-                except ZeroDivisionError:
-                    model.skip_batch()
-
-        with pytest.raises(BackwardAborted):
-            attempt()
-        for number, x in model.lanes([(n, micro(1, n)) for n in model.own_lanes], 1):
+        for step, (lane, syncs) in enumerate([(0, True), (1, True), (2, False), (3, True), (3, False)]):
+            with pytest.raises(BackwardAborted, match=f"lane {lane} in step {step}|on rank {lane * size // 4},"):
+                attempt(model, step, lane, syncs=syncs)
+        for number, x in model.lanes([(n, micro(1, n)) for n in model.own_lanes], 9):
             plain(model, x, 1, number)
         return model.module[0].weight.grad.clone()
 
     grads = run(body, size)
+    module: Any = mlp(5, 6, 3)
+    module(torch.cat([micro(1, lane) for lane in range(4)])).square().mean().backward()
     assert all(torch.equal(grad, grads[0]) for grad in grads)
+    assert torch.allclose(grads[0], module[0].weight.grad)
 
 
 def _raise(_: torch.Tensor) -> None:
@@ -323,6 +376,23 @@ def test_a_loop_that_does_not_fit() -> None:
         plain(model, x, 0, 0)
         with pytest.raises(UsageError, match=r"has had its backward already"):
             plain(model, x, 0, 0)
+        with pytest.raises(
+            UsageError, match=r"skip_batch\(\) is for the lane that runs, and lane \d of step 0 has had"
+        ):
+            model.skip_batch()
+        with pytest.raises(UsageError, match=r"step must be a whole number, .* got 1\.0"):
+            model.lanes([micro(0, 0)] * 2, 1.0)
+        loop = model.lanes([micro(0, 0)] * 2, 1)
+        with model.no_sync():
+            plain(model, next(loop), 1, 0)
+            model.sync_gradients()  # does nothing here
+        with pytest.raises(UsageError, match=r"lane \d of step 1 .* closes it: its only one ran inside no_sync\(\)"):
+            next(loop)
+        next(model.lanes([micro(0, 0)] * 2, 2))
+        with pytest.raises(UsageError, match=r"sync_gradients\(\) closes lane \d of step 2, which has had no backward"):
+            model.sync_gradients()
+        with pytest.raises(UsageError, match=r"the loop over the lanes of step 3 goes on though another one has begun"):
+            list(zip(model.lanes([micro(0, 0)] * 2, 3), model.lanes([micro(0, 0)] * 2, 3), strict=True))
 
     run(body, 2)
 
@@ -333,16 +403,16 @@ def test_a_micro_of_another_shape() -> None:
         for x in model.lanes([draw(0, 4, 5), draw(0, 3, 5)], 0):
             plain(model, x, 0, 0)
 
-    refused(r"the micro of lane \d in step 0 has tensors of shape \[3, 5\], those before it had \[4, 5\]", attempt)
+    refused(r"as they were dealt \(rank 0: lane 0 \[4, 5\], lane 1 \[3, 5\]; rank 1: lane 2 \[4, 5\], lane 3", attempt)
 
 
 def test_micros_of_different_shapes_on_different_ranks() -> None:
     def attempt(transport: Transport) -> None:
         model = DDP(mlp(5, 3), transport=transport, lanes=2)
-        for x in model.lanes([draw(0, 4 - transport.rank, 5)], 0):
+        for x in model.lanes([draw(0, 4 - transport.rank, 5)], 3):
             plain(model, x, 0, 0)
 
-    refused("lanes of this step had micros of different shapes on different ranks", attempt, kind=CollectiveMismatch)
+    refused(r"step 3 have different shapes.*rank 0: lane 0 \[4, 5\]; rank 1: lane 1 \[3, 5\]", attempt)
 
 
 def test_lanes_of_different_steps() -> None:
@@ -413,6 +483,197 @@ def test_a_lane_that_fails_is_told_to_all() -> None:
 
     one, other = run(body, 2)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+FAULTS = [*((place, lane) for place in ("forward", "backward") for lane in range(4)), ("after", 0), ("after", 3)]
+
+
+def lane_with_fault(model: Any, x: torch.Tensor, place: str) -> None:
+    out = model(x)
+    if place == "forward":
+        raise ZeroDivisionError
+    if place == "backward":
+        out.register_hook(_raise)
+    out.square().mean().backward()
+    if place == "after":
+        raise ZeroDivisionError
+
+
+def train_with_faults(transport: Transport, *, faulty: bool, named: bool = False) -> State:
+    """Two steps are whole: the last but one, whose fault comes when all lanes have had their backward, and the last."""
+    last = len(FAULTS)
+    model = DDP(net(), transport=transport, lanes=4)
+    optimizer, held = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(0 if faulty else last - 1, last + 1):
+        place, at = FAULTS[step] if faulty and step < last else ("", -1)
+        loop = model.lanes([(n, micro(step, n)) for n in model.own_lanes], step)
+        held.append(loop if named else None)
+        try:
+            for number, x in loop:
+                lane_with_fault(model, x, place if number == at else "")
+        except (ZeroDivisionError, BackwardAborted):
+            assert place
+        del loop
+        if step >= last - 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_that_fails_leaves_no_trace(size: int, named: bool) -> None:
+    """Neither in buffers, wherever it fails; a step that was whole before the error counts. `named`: someone holds the
+    iterator, so that it does not hear that its loop was left."""
+    (wanted,) = run(lambda transport: train_with_faults(transport, faulty=False), 1)
+    for got in run(lambda transport: train_with_faults(transport, faulty=True, named=named), size):
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+def test_two_loops_side_by_side() -> None:
+    """zip() ends the first of them and leaves the second."""
+
+    def body(transport: Transport) -> State:
+        one, other = (DDP(net(), transport=transport, lanes=4, seed=seed) for seed in (1, 2))
+        before = torch.get_rng_state(), random.getstate()
+        for step in range(2):
+            micros = [micro(step, lane) for lane in one.own_lanes]
+            for x, y in zip(one.lanes(micros, step), other.lanes(micros, step), strict=False):
+                (one(x).square().mean() * torch.rand(()) + other(y).square().mean()).backward()
+            one.zero_grad()
+            other.zero_grad()
+        if transport.size == 1:  # ranks that are threads share the generators
+            assert torch.equal(torch.get_rng_state(), before[0])
+            assert random.getstate() == before[1]
+        return {**one.module.state_dict(prefix="one."), **other.module.state_dict(prefix="other.")}
+
+    (wanted,) = run(body, 1)
+    for got in run(body, 2):
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+def test_a_module_that_is_converted_after_wrapping() -> None:
+    def body(transport: Transport, late: bool) -> tuple[torch.Tensor, bool]:
+        module: Any = mlp(5, 6, 3) if late else mlp(5, 6, 3).double()
+        model = DDP(module, transport=transport, lanes=4)
+        if late:
+            for x in model.lanes([micro(0, lane) for lane in model.own_lanes], 0):
+                plain(model, x, 0, 0)
+            model.zero_grad()
+            module.double()
+        for x in model.lanes([micro(1, lane).double() / 3 for lane in model.own_lanes], 1):
+            plain(model, x, 1, 0)
+        grad = module[0].weight.grad.clone()
+        model.zero_grad()
+        loop, refuses = model.lanes([micro(2, lane).double() for lane in model.own_lanes], 2), False
+        plain(model, next(loop), 2, 0)
+        if (x := next(loop, None)) is not None:
+            module.float()
+            with pytest.raises(UsageError, match=r"another type while lanes ran \(before lane \d of step 2"):
+                model(x.float())
+            refuses = True
+        return grad, refuses
+
+    (wanted, _), *_ = run(lambda transport: body(transport, False), 1)
+    for size in (1, 2):
+        for got, refused_it in run(lambda transport: body(transport, True), size):
+            assert torch.equal(got, wanted)
+            assert refused_it
+
+
+def test_a_buffer_that_comes_with_the_first_forward() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mlp(5, 3)
+            self.register_buffer("later", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.later = torch.ones(3)
+            out: torch.Tensor = self.layer(x) * self.later
+            return out
+
+    def body(transport: Transport) -> torch.Tensor:
+        model = DDP(Late(), transport=transport, lanes=4)
+        for step in range(3):
+            if step != 1:
+                model.module.later = None
+            for x in model.lanes([micro(step, lane) for lane in model.own_lanes], step):
+                plain(model, x, step, 0)
+            model.zero_grad()
+        return model.module.later.clone()
+
+    for size in (1, 2):
+        assert all(torch.equal(later, torch.ones(3)) for later in run(body, size))
+
+
+def test_sums_that_may_still_be_sent_are_not_written_to() -> None:
+    def body(transport: Transport) -> int:
+        model = DDP(mlp(5, 6, 3), transport=transport, lanes=6)
+
+        def step(number: int) -> None:
+            for x in model.lanes([micro(number, lane) for lane in model.own_lanes], number):
+                plain(model, x, number, 0)
+            model.zero_grad()
+
+        step(0)
+        used = len(model._core.lanes._free)
+        if transport.rank == 0:
+            with pytest.raises(PeerLost):  # the other has ended
+                step(1)
+            assert not model._core.lanes._free
+        return used
+
+    assert all(run(body, 2))
+
+
+def test_parameters_that_no_lane_has_used() -> None:
+    def attempt(transport: Transport) -> None:
+        model = DDP(Branches(), transport=transport, lanes=4, unused="error")
+        for lane, x in model.lanes([(lane, micro(0, lane)) for lane in model.own_lanes], 0):
+            of_branches(model, x, 0, lane)
+
+    for size in (1, 2, 4):
+        refused(
+            r"in any lane of this step:\n  b\.weight: unused in all lanes\n  b\.bias: un",
+            attempt,
+            size,
+            UnusedParameters,
+        )
+
+
+def test_what_is_hardly_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(5, 3), transport=transport, lanes=4)
+        for number in range(4):
+            for x in model.lanes([micro(0, lane) for lane in model.own_lanes], 7):
+                plain(model, x, 0, 0)
+                if number > 1:
+                    model.zero_grad()
+            model.zero_grad()
+
+    caplog.set_level(logging.WARNING, "paceline")
+    run(body, 2)
+    same, gone = caplog.messages
+    assert same.startswith("step 7 was run already, and its random numbers")
+    assert gone.startswith("the gradients of step 7 were gone when its loop over lanes ended")
+
+
+def test_steps_that_may_repeat_and_gradients_that_were_used(caplog: pytest.LogCaptureFixture) -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(5, 3), transport=transport, lanes=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        next(model.lanes([micro(0, lane) for lane in model.own_lanes], 0))  # given up, and made again
+        for lane, x in model.lanes([(lane, micro(0, lane)) for lane in model.own_lanes], 0):
+            plain(model, x, 0, lane)
+            if lane == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        for _ in model.lanes(list(model.own_lanes), 1):
+            model.skip_batch()
+
+    run(body, 1)
+    assert not caplog.messages
 
 
 # Votes and skipped batches, also without lanes.

@@ -152,7 +152,6 @@ def test_more_rows_than_the_table_has_factors() -> None:
 def test_parameters_need_no_graph_and_a_started_word_is_there() -> None:
     weight = torch.nn.Parameter(torch.ones(4, 4))
     started = start_word([weight])
-    assert started.done()
     assert started.word() == word_of([weight.detach()])
 
 

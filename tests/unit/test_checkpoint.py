@@ -1,5 +1,6 @@
 """The Checkpointer in a world of one: what is saved comes back, and what cannot be says so."""
 
+import logging
 import os
 import re
 import signal
@@ -27,8 +28,9 @@ from paceline.checkpoint import (
 from paceline.checkpoint.agree import Cadence
 from paceline.checkpoint.snapshot import Staging
 from paceline.checkpoint.writing import Writing
+from paceline.collectives import LocalTransport
 from paceline.errors import IllegalMove, UsageError
-from tests.models import mlp
+from tests.models import DDP, mlp
 
 
 class Run:
@@ -202,6 +204,27 @@ def test_other_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
         checkpointer.load(model=model)
     with pytest.raises(CheckpointMismatch, match="holds no optimizer"):
         checkpointer.load(optimizer=torch.optim.SGD(model.parameters()))
+
+
+def test_a_run_in_lanes_is_told_what_was_otherwise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def replica(lanes: int | None) -> nn.Module:
+        return DDP(mlp(3, 4), transport=LocalTransport(), lanes=lanes)
+
+    run = Checkpointer(tmp_path, asynchronous=False)
+    run.save(1, model=replica(8))
+    threads = torch.get_num_threads()
+    with caplog.at_level(logging.WARNING, "paceline"):
+        run.load(model=replica(8))
+        run.load(model=replica(None))
+        run.load(model=mlp(3, 4))
+        assert caplog.messages == []
+        torch.set_num_threads(threads + 1)
+        try:
+            run.load(model=replica(4))
+        finally:
+            torch.set_num_threads(threads)
+    (told,) = caplog.messages
+    assert told.endswith(f"then and now: lanes: 8 and 4; threads: {threads} and {threads + 1}")
 
 
 def test_there_is_nothing_to_load(tmp_path: Path) -> None:

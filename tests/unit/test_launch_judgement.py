@@ -143,7 +143,32 @@ def test_a_report_is_short(frames: int) -> None:
     assert failure is not None
     assert len(failure.lines()) <= 14
     assert all(len(line) < 400 for line in failure.lines())
-    assert 'File "train.py"' in failure.lines()[1]
+    assert 'File "train.py"' in failure.lines()[4], "after the four lines of the message"
+
+
+def test_a_long_message_keeps_its_advice() -> None:
+    told = "the model is too large, " * 12 + "so use a smaller one or more ranks"
+    failure = judge([raised(0, f"UsageError: {told}")])
+    assert failure is not None
+    first, second, *frames = failure.lines()
+    assert f"{first} {second.strip()}" == f"rank 0 raised UsageError: {told}"
+    assert 'File "train.py"' in frames[0]
+    longer = judge([raised(0, f"UsageError: {told * 9}")])
+    assert longer is not None
+    assert longer.lines()[2:4] == ["  …", longer.lines()[3]] and longer.lines()[3].endswith("a smaller one or more ranks")
+
+
+def test_what_a_destructor_raised_is_not_the_cause() -> None:
+    """Python writes it at the very end, when modules are gone already."""
+    ignored = ("Exception ignored in: <generator object LaneLoop.run at 0x7f>", HEADER, '  File "lanes.py", line 1')
+    ignored += ("AttributeError: 'NoneType' object has no attribute 'random'",)
+    own = raised(0, "ValueError: my own bug")
+    failure = judge([replace(own, tail=(*own.tail, *ignored))])
+    assert failure is not None
+    assert failure.lines()[0] == "rank 0 raised ValueError: my own bug"
+    assert not [line for line in failure.lines() if "ignored" in line]
+    exited = judge([replace(own, code=3, tail=("bye", *ignored))])
+    assert exited is not None and (exited.kind, exited.exit_code) == ("exit", 3)
 
 
 def test_lines_after_a_traceback_are_not_its_message() -> None:

@@ -174,6 +174,51 @@ def test_a_crash_comes_again(replay: Replay) -> None:
     assert code == 1
 
 
+def test_rows_that_all_raise_something_else_tell_nothing(replay: Replay) -> None:
+    """Though the input is not finite, nothing was run; a loss that does not fit the micro does that."""
+    spoilt = [micro(2) * float("nan"), micro(3)]
+    code, text = replay(wholly(net(), batch=spoilt), model=f"{HERE}:net", loss=f"{HERE}:squares")
+    assert code == 2
+    assert "it cannot be told: nothing could be run, rank 0, lane 0 raises ValueError" in text
+    assert "reproduced" not in text
+    assert "in lanes, what model.lanes() yielded, and otherwise the tuple of forward's arguments" in text
+
+
+def test_what_was_raised_in_backward_may_not_be_known(replay: Replay) -> None:
+    capsule = wholly(Fragile(), kind="crash", error="backward raised")
+    code, text = replay(capsule, model=f"{HERE}:Fragile")
+    assert code == 0 and "reproduced: rank 0, lane 0 raises RuntimeError: fragile" in text
+    code, text = replay(wholly(picky(), kind="crash", error="backward raised"), model=f"{HERE}:picky")
+    assert code == 1 and "nothing was raised; the capsule holds the micros as dealt" in text
+    batch = [micro(2), -micro(3)]
+    code, text = replay(wholly(picky(), kind="crash", error="backward raised", batch=batch), model=f"{HERE}:picky")
+    assert code == 1 and "raises something else: ArithmeticError" in text
+
+
+class Fragile(nn.Linear):
+    """Its gradients cannot be had; and it has state that no capsule holds."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def fail(grad: torch.Tensor) -> None:
+            raise RuntimeError("fragile")
+
+        out = super().forward(x)
+        out.register_hook(fail)
+        return out
+
+
+def test_every_micro_of_a_rank_is_run(replay: Replay) -> None:
+    entries = [{"args": (micro(number),), "kwargs": {}, "rng": None} for number in range(2)]
+    entries[1]["args"][0][0, 0] = float("nan")
+    plain = wholly(net(), lanes=(), others=(), batch=entries)
+    code, text = replay(plain, model=f"{HERE}:net")
+    assert code == 0
+    assert "reproduced: rank 1, micro 1: not finite, first in input: 1 × NaN" in text
+
+
 def test_a_step_that_differs_by_itself_explains_a_divergence(replay: Replay) -> None:
     code, text = replay(wholly(unsteady(), kind="divergence"), model=f"{HERE}:unsteady")
     assert code == 0
@@ -186,10 +231,11 @@ def test_a_step_that_differs_by_itself_explains_a_divergence(replay: Replay) -> 
 def test_words_tell_what_the_ranks_held(replay: Replay) -> None:
     model = net()
     mine = word_of([model.state_dict()["0.weight"]])
-    words = {"0.weight": [mine + 1, mine]}
+    words = {"0.weight": [mine + 1, mine], "0.bias": [5, 5]}
     code, text = replay(wholly(model, kind="divergence", settings={"words": words}), model=f"{HERE}:net")
     assert code == 0
     assert "0.weight: rank 0:" in text and "; rank 1:" in text
+    assert "0.bias" not in text
 
 
 def test_the_trainers_model_is_known(replay: Replay) -> None:
@@ -198,11 +244,11 @@ def test_the_trainers_model_is_known(replay: Replay) -> None:
     with torch.no_grad():
         model.blocks[1].down.weight[3, 5] = float("nan")  # type: ignore[operator,union-attr]
     tokens = torch.randint(300, (2, 2, 65), generator=torch.Generator().manual_seed(0))
-    micros = [[(text[:, :-1], text[:, 1:])] for text in tokens.split(1)]
+    micros = [[(text[:, :-1], text[:, 1:])] for text in tokens]
     settings = {"train": {"size": "nano", "dropout": 0.1, "no_longer_known": 1}}
     capsule = wholly(model, settings=settings, batch=[micros[0], micros[0]], others=())
     code, text = replay(capsule)
-    assert code == 0
+    assert code == 0, text
     assert "first in blocks.1.down.weight, before the step: 1 × NaN" in text
 
 

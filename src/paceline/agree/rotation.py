@@ -18,7 +18,7 @@ class Rotation:
     """Cuts a state into `every` parts of about equal bytes: `part(step)` is what is compared at that step.
 
     The cuts follow from names, shapes and dtypes alone, so they are equal on all ranks. A tensor that is named twice
-    (tied weights) is taken once. `left_out` names what has no plain memory to compare, such as sparse tensors.
+    (tied weights) is taken once. What has no plain memory to compare, such as a sparse tensor, is left out.
     """
 
     def __init__(self, named: Named, every: int) -> None:
@@ -27,19 +27,9 @@ class Rotation:
                 f"every: expected the number of steps in which the whole state is compared, 1 or more, got {every!r}"
             )
         self._every = every
-        self.left_out: tuple[str, ...] = ()
         self._named: list[tuple[str, torch.Tensor]] = []
         self._parts: list[list[tuple[int, int, int]]] = []
         self.renew(named)
-
-    @property
-    def every(self) -> int:
-        return self._every
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the whole state."""
-        return sum(tensor.nbytes for _, tensor in self._named)
 
     def renew(self, named: Named) -> None:
         """Take another list: an optimizer has made its moments, or a checkpoint was loaded.
@@ -52,7 +42,6 @@ class Rotation:
             if readable(tensor) and id(tensor) not in seen:
                 kept.append((name, tensor))
             seen.add(id(tensor))
-        self.left_out = tuple(name for name, tensor in named if not readable(tensor))
         changed = [_metadata(tensor) for _, tensor in kept] != [_metadata(tensor) for _, tensor in self._named]
         self._named = kept
         if changed or not self._parts:

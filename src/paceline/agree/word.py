@@ -48,10 +48,6 @@ class StartedWord:
         self._events: list[torch.cuda.Event] = []
         self._parts = [self._on_host(part) for part in parts]
 
-    def done(self) -> bool:
-        """Whether `word` would answer at once."""
-        return all(event.query() for event in self._events)
-
     def word(self) -> int:
         """The word. Waits for the device, if there is one."""
         for event in self._events:

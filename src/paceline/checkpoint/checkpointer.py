@@ -1,6 +1,7 @@
 """`Checkpointer`: saves and loads generations, with all ranks of one mind about them."""
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -27,6 +28,8 @@ from paceline.checkpoint.snapshot import MODEL, STATE, TREE, Snapshot, Staging, 
 from paceline.checkpoint.write import Parts, ignore, write_generation
 from paceline.checkpoint.writing import Writing
 from paceline.errors import UsageError
+
+logger = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,8 @@ class Checkpointer:
 
         `generation` is "latest" (the newest that is whole on all ranks), a step, or the path of a generation or of a
         directory of them. Every byte is compared before anything is changed. Raises NoCheckpoint if there is none that
-        is whole on all ranks, and CheckpointMismatch if it is not of this model; both on all ranks.
+        is whole on all ranks, and CheckpointMismatch if it is not of this model; both on all ranks. A replica in lanes
+        is warned, by name, when the number of lanes or what chooses kernels is not what it was.
         """
         arrive("Checkpointer.load()", self._group, self._timeout)
         self.close()
@@ -223,6 +227,13 @@ class Checkpointer:
         self._raise_together(problem)
         restored.put(model, optimizer, more)
         found = restored.generation
+        if (unlike := restored.other_bits(model, more)) and here(self._group)[0] == 0:
+            logger.warning(
+                "step %d in %s was saved by a run whose bits this one will not repeat, then and now: %s",
+                found.step,
+                found.path,
+                "; ".join(unlike),
+            )
         return Loaded(found.step, found.path, found.manifest.world_size, restored.more, skipped)
 
     def _agree(self, step: int, snapshot: Snapshot, skip: bool) -> tuple[Manifest, bool, NotSaved | None]:

@@ -12,7 +12,8 @@ from paceline.bare import bare
 from paceline.checkpoint.faults import CheckpointMismatch, Damaged
 from paceline.checkpoint.generations import Generation, content
 from paceline.checkpoint.shapes import check_model, shapes_of
-from paceline.checkpoint.snapshot import MODEL, STATE, TREE, unpack
+from paceline.checkpoint.snapshot import MODEL, STATE, TREE, device_of, lanes_in, unpack
+from paceline.kernels import differences, kernel_settings
 from paceline.stored.tensor_file import TensorFile, bytes_of
 from paceline.stored.tree import decode
 
@@ -38,6 +39,7 @@ class Restored:
             self._metadata = decode(tree.get("model_metadata"), rest.__getitem__)
             self.optimizer = decode(tree.get("optimizer"), rest.__getitem__)
             self.optimizer_kind = tree.get("optimizer_kind")
+            self._kernels, self._lanes = tree.get("kernels"), tree.get("lanes")
             self.more: dict[str, Any] = decode(tree["more"], rest.__getitem__)
             self._per_rank: list[str] = tree["per_rank"]
             for name in self._per_rank:
@@ -69,6 +71,14 @@ class Restored:
                     f"{where} holds {name!r} of {len(self.more[name])} ranks, expected {self._size}; "
                     f"all of them are in `.more` of what load() returns"
                 )
+
+    def other_bits(self, model: nn.Module | None, more: Mapping[str, Any]) -> list[str]:
+        """Why a run in lanes will not go on with the bits of the one that was saved, as far as that can be told."""
+        lanes = lanes_in(model, more)
+        if not lanes or self._kernels is None:  # the second: saved before this was written down
+            return []
+        kernels = differences(self._kernels, kernel_settings(device_of(model)))
+        return [f"lanes: {self._lanes} and {lanes}"] * (self._lanes != lanes) + kernels
 
     def put(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any]) -> None:
         """Copy into the objects; first into those that may refuse their state by themselves, as a Loader does."""

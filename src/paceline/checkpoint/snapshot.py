@@ -12,6 +12,7 @@ from paceline.bare import bare
 from paceline.checkpoint.agree import Group, gather_bytes
 from paceline.checkpoint.shapes import Kind, shapes_of
 from paceline.errors import UsageError
+from paceline.kernels import kernel_settings
 from paceline.stored.tensor_file import Layout, TensorFile, bytes_of, lay_out, views
 from paceline.stored.tree import Encoder, decode
 
@@ -57,6 +58,7 @@ def describe(
     if optimizer is not None:
         tree["optimizer"] = rest.encode(optimizer.state_dict(), ("optimizer",))
         tree["optimizer_kind"] = type(optimizer).__name__
+    tree["kernels"], tree["lanes"] = kernel_settings(device_of(model)), lanes_in(model, more)
     tree["more"], tree["per_rank"] = {}, []
     for name, value in more.items():
         if isinstance(value, PerRank):
@@ -65,6 +67,16 @@ def describe(
             tree["per_rank"].append(name)
         tree["more"][name] = rest.encode(state_of(value), ("more", name))
     return Snapshot(json.dumps(tree).encode(), weights.tensors, rest.tensors, shapes)
+
+
+def lanes_in(model: nn.Module | None, more: Mapping[str, Any]) -> int | None:
+    """How many lanes the replica among these trains in. Asked by name: not every model here is one of ours."""
+    found = (getattr(value, "_lane_count", None) for value in (model, *more.values()) if isinstance(value, nn.Module))
+    return next((lanes for lanes in found if isinstance(lanes, int)), None)
+
+
+def device_of(model: nn.Module | None) -> torch.device | None:
+    return next((param.device for param in model.parameters()), None) if model is not None else None
 
 
 def pack(value: Any, name: str) -> bytes:

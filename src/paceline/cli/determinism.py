@@ -15,6 +15,7 @@ from paceline.cli.run_flags import Refused, parse
 from paceline.cli.run_job import job_from
 from paceline.errors import PacelineError, UsageError
 from paceline.launch import Failure, Job, supervise
+from paceline.tell import RECORD_NAME, RECORD_STEPS_NAME
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2
 Line = dict[str, Any]
@@ -65,7 +66,7 @@ def _job(words: Sequence[str], steps: int) -> Job:
     if flags.nproc_per_node not in (None, "1"):
         raise UsageError(f"--determinism looks at one rank; expected no -n, got -n {flags.nproc_per_node}")
     flags.nproc_per_node = "1"
-    return replace(job_from(flags, os.environ), environment={STEPS_NAME: str(steps)})
+    return replace(job_from(flags, os.environ), environment={RECORD_STEPS_NAME: str(steps)})
 
 
 def _record(job: Job, number: int) -> list[Line]:
@@ -74,7 +75,7 @@ def _record(job: Job, number: int) -> list[Line]:
     ears = Ears()
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
         file = Path(folder) / "record"
-        environment = {**job.environment, FILE_NAME: str(file)}
+        environment = {**job.environment, RECORD_NAME: str(file)}
         outcome = supervise(replace(job, run_dir=Path(folder), environment=environment), ears)
         found = file.read_text(encoding="utf-8") if file.exists() else ""
     if outcome.exit_code and outcome.signal:

@@ -64,13 +64,17 @@ class SlicedWork:
         except (RuntimeError, TimeoutError) as error:
             waited, failure = False, error
         if failure is not None and not self._raw_done():
-            if isinstance(failure, TimeoutError) or "timed out" in str(failure).lower():
-                return False
-            raise failure
-        if failure is None and waited is False and not self._raw_done():
+            try:
+                if isinstance(failure, TimeoutError) or "timed out" in str(failure).lower():
+                    return False
+                raise failure
+            finally:
+                failure = None  # its traceback holds this frame: the two would keep the tensor in memory
+        failed, failure = failure is not None, None
+        if not failed and waited is False and not self._raw_done():
             return False
         self._unpin()
-        if failure is not None:
+        if failed:
             self._raw.wait()  # it failed, or completed just after the slice: this returns at once and tells which
         if self._divide_by > 1:
             with torch.no_grad():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.launch.job import INTERRUPT_EXIT, WATCHDOG_EXIT, Failure
 from paceline.launch.lines import spans
-from paceline.launch.tracebacks import Traceback, cut, last_traceback, thread_stack
+from paceline.launch.tracebacks import Traceback, cut, last_traceback, thread_stack, wrapped
 from paceline.launch.watchdog import Hang
 
 MAX_OTHERS = 2
@@ -106,7 +106,8 @@ def _explain(end: End, ranks: int = 1) -> tuple[str, str, tuple[str, ...]]:
         return "memory", f"{verb} {why}", ()
     found = _traceback(end)
     if found is not None:
-        return "exception", f"raised {cut(found.message[0], 300)}", found.details()
+        message, *rest = wrapped(found.message[0])
+        return "exception", f"raised {message}", (*rest, *found.details(len(rest)))
     if end.killed_by:
         name = _signal_name(end.killed_by)
         return "signal", f"{verb} ended by {name}", thread_stack(end.tail) or _last_words(end.tail, 4)

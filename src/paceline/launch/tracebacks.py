@@ -1,16 +1,20 @@
 """What Python writes when a rank falls: its last traceback, read back from the lines of standard error."""
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 HEADER = "Traceback (most recent call last):"
 GROUP_HEADER = "  + Exception Group Traceback (most recent call last):"
 FATAL = "Fatal Python error:"  # faulthandler's, before the stacks of all threads
+IGNORED = "Exception ignored "  # before the traceback of what a destructor has raised: it ends nothing
 MAX_DETAIL = 10
+LEAST_FRAMES = 3
+LINE, MAX_LINES = 240, 4  # of a message
 MAX_PARTS = 6
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)")
-_NOT_ITS_MESSAGE = re.compile(r"\[|\w+:\s*(WARN|INFO)|/")
+_NOT_ITS_MESSAGE = re.compile(rf"\[|\w+:\s*(WARN|INFO)|/|{IGNORED}")
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _BARS = re.compile(r"^ +(\||\+)[-+]*")  # what stands before each line of a group's traceback
 
@@ -34,11 +38,11 @@ class Traceback:
         inside = tuple(line for line in self.parts if not (line.startswith(" ") or _GROUP.search(line)))
         return inside or (" ".join(self.message),)
 
-    def details(self) -> tuple[str, ...]:
-        """The last frames, where the error is; the message itself stands in the summary."""
+    def details(self, taken: int = 0) -> tuple[str, ...]:
+        """The last frames, where the error is; the message itself stands before them, in `taken` lines of the room."""
         frames = [cut(line, 160) for line in self.frames if _says_something(line)]
-        more = [cut(line, 200) for line in (*self.message[1:], *_first(self.parts))]
-        room = MAX_DETAIL - len(more)
+        more = [cut(line, 390) for line in (*self.message[1:], *_first(self.parts))]
+        room = max(LEAST_FRAMES, MAX_DETAIL - len(more) - taken)
         if len(frames) > room:
             frames = [frames[0], f"  … {len(frames) - room + 1} lines left out …", *frames[len(frames) - room + 2 :]]
         return (*frames, *more)
@@ -60,8 +64,12 @@ def is_whole(lines: Sequence[str]) -> bool:
 
 
 def last_traceback(tail: Sequence[str]) -> Traceback | None:
-    """The last one in a rank's last words."""
-    starts = [number for number, line in enumerate(tail) if line.startswith((HEADER, GROUP_HEADER))]
+    """The last one in a rank's last words that may have ended it."""
+    starts = [
+        number
+        for number, line in enumerate(tail)
+        if line.startswith((HEADER, GROUP_HEADER)) and not (number and tail[number - 1].startswith(IGNORED))
+    ]
     if not starts:
         return None
     body = tail[starts[-1] + 1 :]
@@ -124,6 +132,12 @@ def thread_stack(tail: Sequence[str]) -> tuple[str, ...]:
             break
         frames.append(cut(line, 160))
     return tuple(frames[:6])
+
+
+def wrapped(text: str) -> list[str]:
+    """A message in a few lines. What to do stands at its end, so if it is too long the middle is left out."""
+    lines = textwrap.wrap(text, LINE, break_on_hyphens=False) or [text]
+    return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 2], "…", lines[-1]]
 
 
 def cut(text: str, length: int) -> str:

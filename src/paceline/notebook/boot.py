@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.notebook.interrupt import close_store, ports_of_others
+from paceline.notebook.interrupt import ports_of_others
 from paceline.notebook.kernel import Answer, RankFacts
 from paceline.notebook.switchboard import Switchboard
 
@@ -114,10 +114,10 @@ class Boot:
         self._board.kernels[rank].booted = answer.content
         self._stages[rank] = Stage.JOINING
 
-    def join(self, generation: int, store: Path, backend: str, before: Path | None) -> None:
+    def join(self, generation: int, store: Path, backend: str) -> None:
         """Form the group with the others."""
         self.show(at_once=True)
-        for rank, error in form(self._board, generation, store, backend, before).items():
+        for rank, error in form(self._board, generation, store, backend).items():
             raise BootFailed(rank, f"it could not join the group: {error}", ())
         for rank in self._ranks:
             self._stages[rank] = Stage.READY
@@ -133,13 +133,11 @@ class Boot:
             self._show(BootView(tuple(self._facts()), stages, now - self._began, self._note))
 
 
-def form(board: Switchboard, generation: int, store: Path, backend: str, before: Path | None) -> dict[int, str]:
+def form(board: Switchboard, generation: int, store: Path, backend: str) -> dict[int, str]:
     """Have all ranks leave the group before and form the next. Says who could not, and why."""
     everyone = [kernel.rank for kernel in board.kernels]
     asked = board.ask({rank: {"op": "ports"} for rank in everyone}, within_s=PORTS_S)
     ports = {rank: answer.content.get("ports", []) for rank, answer in asked.items()}
-    if before is not None:
-        close_store(before)
     content = {"generation": generation, "store": str(store), "backend": backend}
     answers = board.ask(
         {rank: {**content, "theirs": ports_of_others(ports, rank)} for rank in everyone},

@@ -44,17 +44,15 @@ def draw(view: BootView) -> str:
     lines = []
     for facts, stage in zip(view.ranks, view.stages, strict=True):
         done = STAGES.index(stage) + 1
-        bar = "█" * (WIDTH * done // len(STAGES))
+        bar = "━" * (WIDTH * done // len(STAGES))
         where = facts.device if facts.gpu_id is None else f"GPU {facts.gpu_id} ({facts.device})"
         ready = f"ready → {where}, pid {facts.pid}" if stage is Stage.READY else stage.value
         lines.append(f"rank {facts.rank}  {bar:<{WIDTH}}  {ready}")
     if all(stage is Stage.READY for stage in view.stages):
         count = f"{len(view.ranks)} rank{'s' if len(view.ranks) > 1 else ''}"
         torch = "".join(f", torch {facts.torch}" for facts in view.ranks[:1] if facts.torch)
-        lines.append(
-            f"{count} in {view.seconds:.1f} s{torch}. Plain cells run on all of them; %%rank [0] chooses, %%local "
-            f"stays here."
-        )
+        lines.append(f"{count} in {view.seconds:.1f} s{torch}")
+        lines.append("Plain cells run on all of them; %%rank [0] chooses, %%local stays here.")
     if view.note:
         lines.append(view.note)
     return "\n".join(lines)

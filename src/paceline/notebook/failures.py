@@ -21,6 +21,7 @@ MAX_VALUES = 5
 MAX_CAUSES = 2
 MAX_WORDS = 6
 MAX_WIDTH = 300
+_CXX_PLACE = re.compile(r"^\[[^\]]*\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
@@ -101,7 +102,7 @@ class _Error:
     def brief(self, *, named: bool = False) -> str:
         """What it says, in one line."""
         first = self.failures[0]
-        said = first.value.strip().partition("\n")[0]
+        said = _CXX_PLACE.sub("", first.value.strip().partition("\n")[0])
         words = [first.name, said] if named else [said]
         return "".join(f": {cut(word, 160)}" for word in words if word)
 

@@ -1,8 +1,6 @@
 """The ranks of a notebook: started, run, interrupted, restarted and ended from the user's kernel."""
 
 import contextlib
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from paceline.errors import IllegalMove, UsageError
 from paceline.launch.seat import reserve_port
 from paceline.notebook.boot import Boot, BootFailed, BootView, Stage, form
 from paceline.notebook.events import Died, Noticed, View
+from paceline.notebook.folder import private_folder
 from paceline.notebook.keeping import Keeping
 from paceline.notebook.kernel import Answer, Kernel, RankFacts, RankState
 from paceline.notebook.placing import Seating, Wish, environment_of, seat, wish_of
@@ -37,7 +36,6 @@ __all__ = [
 
 LEAVE_S = 1.0  # how long ranks have to go by themselves
 KILL_S = 5.0
-LONGEST_FOLDER = 60  # the path of a socket has at most 107 bytes
 
 
 class Fleet:
@@ -71,8 +69,7 @@ class Fleet:
             raise
 
     def _open(self) -> None:
-        self._folder = _private_folder()
-        self._undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = self._undo.enter_context(private_folder())
         holder = self._undo.enter_context(reserve_port())
         self._master_port = holder.getsockname()[1]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -89,9 +86,8 @@ class Fleet:
         }
         boot.launch(environments, self._folder)
         boot.load()
-        before = self._store if self.generation else None
         self.generation += 1
-        boot.join(self.generation, self._store, self.seating.backend, before)
+        boot.join(self.generation, self._store, self.seating.backend)
 
     def close(self) -> None:
         """End all ranks, politely and then not, and all they have started. May be called again."""
@@ -157,7 +153,7 @@ class Fleet:
         self._check_ranks(ranks)
         try:
             with Stop() as stop:
-                running = Running(board, view, Group(self._store, bool(self.seating.gpu_ids)), stop)
+                running = Running(board, view, Group(self._store, "nccl" in self.seating.backend), stop)
                 board.turn(0.0, ("control",))
                 if dead := self._dead_among(ranks, view):
                     return Outcome((), dead, interrupted=False, seconds=0.0)
@@ -188,9 +184,8 @@ class Fleet:
         dead = [kernel for kernel in board.kernels if kernel.died is not None]
         if dead:
             return  # restarting them forms it
-        before = self._store
         self.generation += 1
-        errors = form(board, self.generation, self._store, self.seating.backend, before)
+        errors = form(board, self.generation, self._store, self.seating.backend)
         if errors:
             told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
             text = f"the group could not be formed anew ({told}); %dist_restart all starts over"
@@ -270,15 +265,3 @@ def _ask_to_leave(board: Switchboard) -> None:
     until = time.monotonic() + LEAVE_S
     while any(kernel.died is None for kernel in asked) and time.monotonic() < until:
         board.turn(0.05, ())
-
-
-def _private_folder() -> Path:
-    """A folder that only this user can look into."""
-    base = tempfile.gettempdir()
-    try:
-        return Path(tempfile.mkdtemp(prefix="paceline-", dir=base if len(base) < LONGEST_FOLDER else "/tmp"))
-    except OSError as error:
-        raise UsageError(
-            f"no folder can be made in {base} for the sockets of the ranks: {error.strerror or error}; "
-            f"make room there, or set TMPDIR to a folder that can be written"
-        ) from error

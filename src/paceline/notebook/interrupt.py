@@ -3,10 +3,10 @@
 **Three steps.** First the stock interrupt of a kernel: SIGINT to the rank and what it has started. Python code, sleeps,
 children and the waits of paceline end by that. Who is still busy a moment later is blocked in C++, in a collective: its
 wires are cut (`rank/wires.py`), and the store over which ranks find each other is made unreadable, since forming a
-group waits there and not at a wire. On GPUs the group is aborted as well, which ends its kernels. In the end, all ranks
-form the next generation of the group: what was in flight is lost, and so are the handles of the old group, but not a
-variable. That is done after every interrupt, also when no wire had to be cut: one rank may have left a collective that
-another never began, and the next one would meet the wrong partner.
+group waits there and not at a wire. NCCL is aborted first, which ends its kernels and takes a while; it would complain
+about wires and the store. In the end, all ranks form the next generation of the group: what was in flight is lost, and
+so are the handles of the old group, but not a variable. That is done after every interrupt, also when no wire had to be
+cut: one rank may have left a collective that another never began, and the next one would meet the wrong partner.
 
 A rank that catches KeyboardInterrupt, to save something, may take its time. It is named after two seconds. Only a
 second request kills.
@@ -20,7 +20,8 @@ from paceline.notebook.events import Noticed
 from paceline.notebook.switchboard import Heard, Switchboard
 
 CUT_AFTER_S = 0.03
-CUT_ANYWAY_S = 0.15  # without the ports of ranks that do not answer
+CUT_AFTER_ABORT_S = 0.8
+PORTS_S = 0.12  # then wires are cut without the ports of ranks that do not answer
 NAMED_AFTER_S = 2.0
 KILLED_AFTER_S = 5.0
 
@@ -28,10 +29,11 @@ KILLED_AFTER_S = 5.0
 class Interruption:
     """One request to stop, until the last rank has stopped."""
 
-    def __init__(self, board: Switchboard, busy: Collection[int], store: Path, *, uses_gpus: bool, now: float) -> None:
-        self._board, self._store, self._uses_gpus, self._began = board, store, uses_gpus, now
+    def __init__(self, board: Switchboard, busy: Collection[int], store: Path, *, uses_nccl: bool, now: float) -> None:
+        self._board, self._store, self._began = board, store, now
         self._ports: dict[int, list[int]] = {}
-        self._cut = self._named = False
+        self._abort_due, self._cut_due, self._named = uses_nccl, True, False
+        self._cut_after_s = CUT_AFTER_ABORT_S if uses_nccl else CUT_AFTER_S
         self._kill_at: float | None = None
         for rank in busy:
             board.kernels[rank].send("control", "interrupt_request", {})
@@ -55,8 +57,13 @@ class Interruption:
         waited = now - self._began
         if not busy:
             return None
-        if not self._cut and waited >= CUT_AFTER_S and (self._all_known() or waited >= CUT_ANYWAY_S):
-            self._cut = True
+        if self._abort_due and waited >= CUT_AFTER_S:
+            self._abort_due = False
+            for rank in busy:
+                self._board.kernels[rank].send("control", "paceline_request", {"op": "abort"})
+        late = waited - self._cut_after_s
+        if self._cut_due and late >= 0 and (self._all_known() or late >= PORTS_S):
+            self._cut_due = False
             self._cut_wires(busy)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = now + KILLED_AFTER_S
@@ -73,10 +80,8 @@ class Interruption:
     def _cut_wires(self, busy: Collection[int]) -> None:
         close_store(self._store)
         for rank in busy:
-            kernel = self._board.kernels[rank]
-            if self._uses_gpus:
-                kernel.send("control", "paceline_request", {"op": "abort"})
-            kernel.send("control", "paceline_request", {"op": "cut", "theirs": ports_of_others(self._ports, rank)})
+            content = {"op": "cut", "theirs": ports_of_others(self._ports, rank)}
+            self._board.kernels[rank].send("control", "paceline_request", content)
 
     def _names(self, busy: Collection[int], waited: float) -> str:
         names = " and ".join(f"rank {rank}" for rank in sorted(busy))

@@ -81,8 +81,7 @@ class Keeping:
         if self.lost:
             self._dismiss()
             self._open()
-        self.out[rank].begin_anew()
-        self.err[rank].begin_anew()
+        self.begin_anew(rank)
         out, err = self.out[rank].descriptor, self.err[rank].descriptor
         self._living[rank] = 0
         self._say(
@@ -96,6 +95,11 @@ class Keeping:
             keep=[],
             shared=[out, err],  # kept for the next process of this rank
         )
+
+    def begin_anew(self, rank: int) -> None:
+        """What the rank said before are not its last words."""
+        self.out[rank].begin_anew()
+        self.err[rank].begin_anew()
 
     def kill(self, rank: int) -> None:
         """SIGKILL to the rank and all processes of its group."""

@@ -134,11 +134,16 @@ class CellView:
         self._fold.add(source[0], "", now, _BEGINS[source[1]])
 
     def _settle_bars(self, rank: int) -> None:
-        """Bars that came to their end stay above what the rank says next; its next bar stands below."""
+        """Bars that came to their end stay above what the rank says next; its next bar stands below.
+
+        The end may come after the text, since the streams of a kernel are not kept in order.
+        """
         for stream in _LINES:
             screen = self._screens.get((rank, stream))
-            if screen is not None and screen.area is not None and screen.area.at_rest:
-                screen.reset()
+            if screen is not None and screen.area is not None:
+                screen.area.ends_with_bar = True
+                if screen.area.at_rest:
+                    screen.reset()
 
     def _add_shown(self, event: Showed, now: float) -> None:
         self._settle_bars(event.rank)

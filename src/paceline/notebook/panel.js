@@ -1,9 +1,12 @@
-// The timelines of all ranks, to zoom into: the wheel zooms at the pointer, dragging moves, a double click shows all.
+// The timelines of all ranks, to zoom into: Ctrl and the wheel zoom at the pointer (the
+// wheel alone scrolls the page, as everywhere), dragging moves, a double click shows all.
 // Draws what notebook/panel.py: drawn() tells. Loads nothing, and puts text in as text.
 
 const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 64, HEAD = 18, TRACK = 18, FLIGHT = 8, GAP = 12, FOOT = 22;
 const ROW = TRACK + FLIGHT + GAP;
+const LETTER = 7; // at most this wide, so that labels can be kept apart
+const HINT = "Ctrl + wheel zooms, dragging moves, a double click shows all";
 const HIDDEN = "communication hidden", EXPOSED = "communication exposed";
 
 function make(parent, name, attributes = {}, text = null) {
@@ -32,12 +35,12 @@ function legend(parent, told) {
 
 function table(parent, section) {
   const whole = make(parent, "table", { style: "font-size:12px;border-collapse:collapse;margin-top:4px" });
-  const caption = "text-align:left;caption-side:bottom;padding:2px 10px";
-  make(whole, "caption", { style: caption }, section.counted);
   section.table.forEach((row, place) => {
     const line = make(whole, "tr");
-    const cell = { style: "text-align:right;padding:2px 10px" };
-    for (const text of row) make(line, place === 0 ? "th" : "td", cell, text);
+    row.forEach((text, column) => {
+      const style = column === 0 ? "text-align:left;padding:2px 10px 2px 0" : "text-align:right;padding:2px 10px";
+      make(line, place === 0 ? "th" : "td", { style }, text);
+    });
   });
 }
 
@@ -55,9 +58,9 @@ function chart(parent, section, told) {
   const whole = [0, Math.max(1, ...all.map((span) => span[2] - first))];
   let [begin, end] = whole;
   const height = HEAD + ROW * section.rows.length + FOOT;
-  const style = `width:100%;max-width:900px;height:${height}px;display:block;touch-action:none;cursor:grab`;
+  const style = `width:100%;max-width:900px;height:${height}px;display:block;touch-action:pan-y;cursor:grab`;
   const svg = make(parent, "svg:svg", { style, role: "img", "aria-label": "what each rank did" });
-  const said = make(parent, "div", { style: "font-size:12px;min-height:1.4em" }, "");
+  const said = make(parent, "div", { style: "font-size:12px;line-height:1.4;opacity:0.75" }, HINT);
   const text = { "font-size": 12, "font-family": "system-ui, sans-serif", fill: "currentColor" };
 
   const width = () => Math.max(100, svg.clientWidth - LEFT);
@@ -79,7 +82,28 @@ function chart(parent, section, told) {
       const which = bucket < 0 ? "" : `, bucket ${bucket}`;
       const words = `rank ${rank}, step ${step}: ${told.labels[kind]}${which}, ${ms(to - from)} ms`;
       bar.addEventListener("pointerenter", () => (said.textContent = words));
-      bar.addEventListener("pointerleave", () => (said.textContent = ""));
+      bar.addEventListener("pointerleave", () => (said.textContent = HINT));
+    }
+  }
+
+  function mark(x, y) {
+    make(svg, "svg:path", { d: `M${x} ${y}v4`, stroke: "currentColor", "stroke-opacity": 0.5 });
+  }
+
+  // Where the steps of the first rank begin; a label that would touch the one before it is left out.
+  function steps(x) {
+    const begins = new Map();
+    for (const [, from, , step] of section.rows[0].spans) {
+      begins.set(step, Math.min(from - first, begins.get(step) ?? Infinity));
+    }
+    let free = 0;
+    for (const [step, from] of begins) {
+      const words = `step ${step}`, room = LETTER * words.length;
+      if (from < begin || from > end) continue;
+      mark(x(from), HEAD - 4);
+      if (x(from) < free || x(from) + room > LEFT + width()) continue;
+      make(svg, "svg:text", { x: x(from), y: HEAD - 6, "fill-opacity": 0.75, ...text }, words);
+      free = x(from) + room + LETTER;
     }
   }
 
@@ -87,8 +111,10 @@ function chart(parent, section, told) {
     svg.replaceChildren();
     const x = (ns) => LEFT + ((ns - begin) / (end - begin)) * width();
     section.rows.forEach((one, place) => row(one, HEAD + place * ROW, x));
+    steps(x);
     for (const tick of ticks(begin, end)) {
       const at = { x: x(tick), y: height - FOOT + 13, "text-anchor": "middle", ...text };
+      mark(x(tick), height - FOOT - 4);
       if (x(tick) < LEFT + width() - 20) make(svg, "svg:text", at, `${+(tick / 1e6).toPrecision(6)} ms`);
     }
   }
@@ -103,6 +129,7 @@ function chart(parent, section, told) {
   svg.addEventListener(
     "wheel",
     (event) => {
+      if (!event.ctrlKey && !event.metaKey) return;
       event.preventDefault();
       const share = (event.clientX - svg.getBoundingClientRect().left - LEFT) / width();
       const at = begin + share * (end - begin);
@@ -129,7 +156,7 @@ function chart(parent, section, told) {
 function render({ model, el }) {
   const told = model.get("told");
   const closes = told.sections.map((section) => {
-    const part = make(el, "div", { style: "margin:4px 0 12px" });
+    const part = make(el, "div", { style: "margin:4px 0 12px;padding:0 8px" });
     const name = told.sections.length > 1 ? `${section.name}: ` : "";
     make(part, "b", {}, name + section.verdict);
     legend(part, told);

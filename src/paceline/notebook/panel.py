@@ -32,6 +32,7 @@ COLUMNS = {
 LETTERS = {Kind.FORWARD: "f", Kind.BACKWARD: "b", Kind.EXPOSED: "!", Kind.OPTIMIZER: "o", Kind.IDLE: "."}
 BAR = 40
 CELL = 'style="text-align:right;padding:2px 10px"'
+FIRST = 'style="text-align:left;padding:2px 10px 2px 0"'
 ON_GPU = "Times are the host's: when kernels were launched and waited for."
 
 
@@ -91,8 +92,7 @@ def drawn(timelines: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
                 "name": name,
                 "verdict": verdict(replicas),
                 "rows": [{"rank": rank, "spans": replica["spans"]} for rank, replica in replicas.items()],
-                "table": [["mean ms", *COLUMNS], *_rows(replicas)],
-                "counted": _counted(replicas),
+                "table": [[_counted(replicas), *COLUMNS], *_rows(replicas)],
             }
             for name, replicas in _sections(timelines)
         ],
@@ -129,9 +129,9 @@ def _html(name: str, replicas: Replicas, named: bool) -> str:
     said = escape(f"{name}: {verdict(replicas)}" if named else verdict(replicas))
     on_gpu = any(not replica["device"].startswith("cpu") for replica in replicas.values())
     note = f'<div style="opacity:0.75;font-size:12px">{ON_GPU}</div>' if on_gpu else ""
-    head = f'<div style="margin-bottom:6px"><b>{said}</b></div>'
+    head = f'<div><b>{said}</b></div>'
     parts = (head, _legend(), gantt(replicas), _table(replicas), note)
-    return "\n".join(['<div style="margin:4px 0 12px">', *parts, "</div>"])
+    return "\n".join(['<div style="margin:4px 0 12px;padding:0 8px;line-height:1.4">', *parts, "</div>"])
 
 
 def _legend() -> str:
@@ -145,12 +145,13 @@ def _legend() -> str:
 
 
 def _table(replicas: Replicas) -> str:
-    head = "".join(f"<th {CELL}>{column}</th>" for column in ("mean ms", *COLUMNS))
-    rows = ["<tr>" + "".join(f"<td {CELL}>{escape(text)}</td>" for text in row) + "</tr>" for row in _rows(replicas)]
+    head, *rows = (
+        "".join(f"<{tag} {CELL if place else FIRST}>{escape(text)}</{tag}>" for place, text in enumerate(row))
+        for tag, row in [("th", [_counted(replicas), *COLUMNS]), *(("td", row) for row in _rows(replicas))]
+    )
     return (
-        f'<table style="font-size:12px;border-collapse:collapse;margin-top:4px"><caption style="text-align:left;'
-        f'caption-side:bottom;padding:2px 10px">{_counted(replicas)}</caption><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        f'<table style="font-size:12px;border-collapse:collapse;margin:4px 0 0"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
     )
 
 
@@ -163,7 +164,7 @@ def _rows(replicas: Replicas) -> list[list[str]]:
 
 def _counted(replicas: Replicas) -> str:
     steps = max(int(replica["steps"]) for replica in replicas.values())
-    return f"mean of {steps} steps" if steps > 1 else "one step"
+    return f"mean of {steps} steps, ms" if steps > 1 else "one step, ms"
 
 
 def _number(ms: float) -> str:
@@ -177,7 +178,7 @@ def _text(name: str, replicas: Replicas, named: bool) -> str:
     rows = _rows(replicas)
     widths = [max(map(len, column)) for column in zip(["", *COLUMNS], *rows, strict=True)]
     longest = max(replica["mean_ms"]["step"] for replica in replicas.values())
-    bars = [f"{_counted(replicas)}, ms", *(_bar(replica["mean_ms"], longest) for replica in replicas.values())]
+    bars = [_counted(replicas), *(_bar(replica["mean_ms"], longest) for replica in replicas.values())]
     lines = [f"{name}: {verdict(replicas)}" if named else verdict(replicas)]
     for bar, (rank, *numbers) in zip(bars, [["", *COLUMNS], *rows], strict=True):
         cells = "  ".join(text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))

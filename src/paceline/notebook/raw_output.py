@@ -36,7 +36,7 @@ class RawOutput:
         return self._decoder.decode(data)
 
     def last_words(self) -> tuple[str, ...]:
-        """The end of what this process of the rank has said, read or not; `read` says no more of it."""
+        """The end of what came since `begin_anew`, read or not; `read` says no more of it."""
         size = os.fstat(self.descriptor).st_size
         start = max(self._begun_at, size - LAST_BYTES)
         text = os.pread(self.descriptor, size - start, start).decode(errors="replace").lstrip("\0")
@@ -44,7 +44,7 @@ class RawOutput:
         return _essence(text.splitlines())
 
     def begin_anew(self) -> None:
-        """Another process of the same rank goes on writing here."""
+        """What comes from now on are the last words: those of a new process, or in a new cell."""
         self._begun_at = os.fstat(self.descriptor).st_size
 
     def _give_back(self, end: int) -> None:

@@ -38,7 +38,7 @@ class Group:
     """What a running cell must know of the generation it runs in."""
 
     store: Path
-    uses_gpus: bool
+    uses_nccl: bool
 
 
 class Running:
@@ -69,6 +69,7 @@ class Running:
         metadata = {} if count is None else {"paceline": {"count": count}}
         for rank in ranks:
             kernel = self._board.kernels[rank]
+            self._board.keeping.begin_anew(rank)
             kernel.cell = Cell(kernel.send("shell", "execute_request", content, metadata=metadata))
             self._busy.add(rank)
         while self._busy:
@@ -174,7 +175,7 @@ class Running:
     def _free_survivors(self) -> None:
         """The group is broken. gloo has noticed by now; what waits at the store or on a GPU would not."""
         close_store(self._group.store)
-        if self._group.uses_gpus:
+        if self._group.uses_nccl:
             for rank in self._busy:
                 self._board.kernels[rank].send("control", "paceline_request", {"op": "abort"})
 
@@ -185,7 +186,7 @@ class Running:
             if self._interruption is None:
                 group = self._group
                 self._interruption = Interruption(
-                    self._board, self._busy, group.store, uses_gpus=group.uses_gpus, now=now
+                    self._board, self._busy, group.store, uses_nccl=group.uses_nccl, now=now
                 )
             else:
                 self._interruption.again(self._busy, now)

@@ -10,6 +10,7 @@ _REWRITES = re.compile(r"[\r\b]|\x1b\[[0-9;?]*[A-Zhlsu]")
 _TOKEN = re.compile(r"\r\n|[\n\r\b]|\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\n\r\b\x1b]+|\x1b")
 # The begin of something whose end decides what it is.
 _UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*|\][^\x07\x1b]{0,200})?)\Z")
+_COMPLETE = re.compile(r"\b100 ?%|\b(\d+)/\1\b")
 _STYLE = re.compile(r"\x1b\[([0-9;]*)m")
 
 
@@ -63,6 +64,7 @@ class Area:
     at: int = 0
     is_over: bool = False
     changed: bool = True
+    ends_with_bar: bool = False  # text has come meanwhile: a bar after this one stands below it
 
     @property
     def row(self) -> Row:
@@ -70,9 +72,16 @@ class Area:
 
     @property
     def at_rest(self) -> bool:
-        """Whether all its lines are ended, as far as one can see."""
-        last = self.rows[-1]
-        return len(self.rows) > 1 and self.at == len(self.rows) - 1 and last.is_fresh and last.is_blank
+        """Whether all its lines are ended, as far as one can see: the next one is empty."""
+        if len(self.rows) < 2 or self.at < len(self.rows) - 1 or not self.row.is_blank:
+            return False
+        # The line of an inner bar is empty too, each time that bar has come to its end.
+        return self.row.is_fresh or self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last bar says that it has come to its end."""
+        return len(self.rows) > 1 and bool(_COMPLETE.search(self.rows[-2].text()))
 
     def lines(self) -> list[str]:
         return [row.text(padded=False) for row in self.rows]
@@ -178,6 +187,9 @@ class Screen:
             self.area.changed = True
 
     def _return(self, out: list[str | Area]) -> None:
+        area = self.area
+        if area is not None and area.ends_with_bar and area.at_rest and area.is_complete:
+            self._leave()
         if self.area is None:
             self.area = Area([self._row])
             self._row = Row()

@@ -47,7 +47,9 @@ def _late(replicas: Mapping[int, Replica]) -> str | None:
         return None
     longest = show_ms(max(more.values()))
     who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {_listed(waiting)} wait up to"
-    when = "every step" if times == len(steps) else f"{times} of {len(steps)} steps"
+    # The table tells means over all steps; those that are looked at here may be the last ones only.
+    last_ones = "" if len(steps) == max(replica["steps"] for replica in replicas.values()) else "the last "
+    when = "every step" if times == len(steps) and not last_ones else f"{times} of {last_ones}{len(steps)} steps"
     return f"rank {late} is late: {who} {longest} for it in {when}{_cause(late, replicas, max(more.values()))}"
 
 

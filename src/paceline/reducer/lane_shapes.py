@@ -1,7 +1,7 @@
 """Lanes count equally, so their micros must be equally large, unless weight() has said how much each of them counts.
 
-Ranks tell each other one word for the shapes of their micros, as these were dealt. Only where the words differ, or those
-of one rank's own lanes do, the shapes themselves are exchanged, so that every rank can name them.
+Ranks tell each other one word for the shapes of their micros, as these were dealt. Only where the words differ, or the
+lanes of one rank do, the shapes themselves are exchanged, so that every rank can name them.
 """
 
 from collections.abc import Sequence

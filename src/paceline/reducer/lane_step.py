@@ -113,10 +113,15 @@ def check_ended(reducer: "Reducer") -> None:
     with reducer.lock, torch.no_grad():
         _hear_of_failure(reducer)
         if lanes.state is LaneState.OPEN:
-            only = "its backwards all ran inside no_sync()" if lanes.backwards else "it had no backward"
+            lane = f"lane {lanes.current} of step {lanes.step}"
+            if lanes.backwards:
+                raise UsageError(
+                    f"{lane} ended without a backward that closes it: its only one ran inside no_sync(). Run the last "
+                    f"backward of a lane outside of no_sync(), or call model.sync_gradients() there"
+                )
             raise UsageError(
-                f"lane {lanes.current} of step {lanes.step} was not closed: {only}. Call loss.backward() once outside "
-                f"no_sync() for each lane (earlier ones inside), or sync_gradients() after them, or model.skip_batch()"
+                f"{lane} ended without a backward; call loss.backward() once in the loop over lanes (earlier ones "
+                f"inside no_sync()), or model.skip_batch()"
             )
 
 

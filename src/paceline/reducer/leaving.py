@@ -1,4 +1,4 @@
-"""A reducer leaves its ranks behind: their process group is gone, and what was under way with it. It goes on in another."""
+"""A reducer leaves its ranks behind: their process group is gone, and what was under way with it."""
 
 import torch
 

@@ -79,17 +79,17 @@ def is_something(grad: torch.Tensor | None) -> bool:
 def first_with_something(slots: Sequence[GradSlot]) -> GradSlot | None:
     """The first slot whose gradient is something. A device is waited for once, and not once for every parameter."""
     found: dict[int, GradSlot] = {}
-    asked: dict[torch.device, list[GradSlot]] = {}
+    asked: dict[torch.device, list[tuple[GradSlot, torch.Tensor]]] = {}
     for slot in slots:
         grad = slot.param.grad
         if grad is None or not grad.numel():
             continue
         if grad.layout is torch.strided:
-            asked.setdefault(grad.device, []).append(slot)
+            asked.setdefault(grad.device, []).append((slot, grad))
         elif is_something(grad):
             found[slot.index] = slot
     for there in asked.values():
-        largest = torch._foreach_norm([slot.param.grad for slot in there], math.inf)
+        largest = torch._foreach_norm([grad for _, grad in there], math.inf)
         there_found = torch.stack(largest).ne(0).tolist()  # also what is not a number
-        found.update((slot.index, slot) for slot, is_one in zip(there, there_found, strict=True) if is_one)
+        found.update((slot.index, slot) for (slot, _), is_one in zip(there, there_found, strict=True) if is_one)
     return found[min(found)] if found else None

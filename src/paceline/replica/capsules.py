@@ -163,8 +163,10 @@ class CapsuleWriter:
 
     def on_exit(self, error: BaseException) -> None:
         """The process ends with an error: if that was in a step, it has not been told yet."""
-        lanes = self._core.lanes
-        if self._core.backwards.failed() or (lanes is not None and lanes.state is LaneState.OPEN):
+        core = self._core
+        # Outside lanes: a forward of this step was run, and what was made of it has not been reduced.
+        inside = core.ledger.forwards_pending if core.lanes is None else core.lanes.state is LaneState.OPEN
+        if inside or core.backwards.failed():
             self._crash(error)
 
     def _crash(self, error: BaseException | None) -> None:

@@ -51,7 +51,11 @@ class LaneBuffers:
         self._module = module
         self._ignored = ignored
         self._lanes = lanes
-        # Equal on all ranks, which have compared their modules.
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """With another set of ranks: they have compared their modules, and know nothing of what lanes have done."""
+        # Equal on all ranks.
         self._names = sorted(name for name, buffer in self._present().items() if _is_plain(buffer))
         self._caches: set[str] = set(self._present()) - set(self._names)  # left alone
         self._known: set[str] = set()  # to change; agreed by all ranks, so that they need not be compared
@@ -65,7 +69,9 @@ class LaneBuffers:
         self._after.clear()
         for name in self._names:
             buffer, seen = present.get(name), self._before.get(name)
-            if buffer is not None and (seen is None or not seen.fits(buffer) or self._changed(name, buffer)):
+            if buffer is None:
+                self._before.pop(name, None)
+            elif seen is None or not seen.fits(buffer) or self._changed(name, buffer):
                 self._before[name] = _Seen.now(buffer)
 
     def before(self) -> list[tuple[str, torch.Tensor]]:
@@ -80,15 +86,16 @@ class LaneBuffers:
         """What buffers were when the step began has been mended: so are those that no lane changes."""
         present = self._present()
         for name in self._names:
-            if name not in self._known and name not in self._after and self._before[name].fits(present.get(name)):
+            seen = self._before.get(name)
+            if name not in self._known and name not in self._after and seen and seen.fits(present.get(name)):
                 self._restore(name, present[name])
 
     def lane_ended(self, lane: int) -> None:
         """Keep what a lane has made of buffers, and put back what was before it."""
         present = self._present()
         for name in self._names:
-            buffer = present.get(name)
-            if buffer is None or not self._before[name].fits(buffer):
+            buffer, seen = present.get(name), self._before.get(name)
+            if buffer is None or seen is None or not seen.fits(buffer):
                 self._unfit.add(name)
             elif self._changed(name, buffer):
                 self._after.setdefault(name, {})[lane] = buffer.detach().clone()

@@ -1,24 +1,52 @@
-"""The lanes of a replica, as the user's loop runs them: `for batch in model.lanes(micros, step)`."""
+"""The lanes of a replica, as the user's loop runs them: `for batch in model.lanes(micros, step)`.
 
-from collections.abc import Iterable, Iterator
+A loop may be left at any time: by an error, by break, or because zip() has ended with its other part. A generator hears
+of that when nobody holds it any more, which may be as late as the end of the process. So whoever comes first, it or the
+next step, brings the loop to its end (`LaneLoop._leave`), and nothing is done when Python itself ends.
+"""
+
+import logging
+import operator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from paceline.blocks import listed
 from paceline.errors import UsageError
-from paceline.randomness import mixed, put_back, seed_all
+from paceline.randomness import Kept, mixed, seed_all
 from paceline.reducer import lane_step
-from paceline.reducer.agreement import Mode
-from paceline.reducer.lanes import LaneState
+from paceline.reducer.lanes import Shapes
 from paceline.reducer.reducer import Reducer
 from paceline.replica.capsules import CapsuleWriter
 from paceline.replica.lane_buffers import LaneBuffers
 from paceline.replica.outputs import tensors_in
 from paceline.replica.recording import Recording
 
+logger = logging.getLogger("paceline")
+
 Micro = TypeVar("Micro")
-Shapes = tuple[tuple[int, ...], ...]
+
+NO_GRADIENTS = (
+    "the gradients of step %d were gone when its loop over lanes ended, and no optimizer had used them: call "
+    "optimizer.zero_grad() after optimizer.step(), outside the loop"
+)
+SAME_STEP = (
+    "step %d was run already, and its random numbers, which follow from (seed, step, lane), are drawn again; give "
+    "model.lanes(micros, step) the number of the step"
+)
+
+
+@dataclass(slots=True)
+class _Loop:
+    """A loop that was begun and has not come to its end."""
+
+    step: int
+    kept: Kept
+    lane: int = -1  # the one that runs
 
 
 class LaneLoop:
@@ -27,87 +55,142 @@ class LaneLoop:
     def __init__(self, core: Reducer, module: nn.Module, ignored: set[str], seed: int, device: torch.device) -> None:
         assert core.lanes is not None
         self._core = core
+        self._lanes = core.lanes
         self._seed = seed
         self._device = device
         self.capsules: CapsuleWriter | None = None
         self.recording: Recording | None = None
         self.buffers = LaneBuffers(module, ignored, core.lanes)
-        self._shapes: Shapes | None = None  # of every micro that does not say how much it counts
+        self._loop: _Loop | None = None
+        self._last: int | None = None  # the step that was made last
+        self._warned: set[str] = set()
 
     def run(self, micros: Iterable[Micro], step: int) -> Iterator[Micro]:
-        core, lanes = self._core, self._core.lanes
-        assert lanes is not None
         given = list(micros)
-        if len(given) != len(lanes.mine):
+        self._check(len(given))
+        loop = self._begin(given, step)
+        handled, python_ends = sys.exception(), sys.is_finalizing
+        try:
+            for lane, micro in zip(self._lanes.mine, given, strict=True):
+                seed_all(mixed(self._seed, step, lane), self._device)
+                loop.lane = lane
+                self._lanes.open(lane, _shapes(micro))
+                yield micro
+                if self._loop is not loop:
+                    raise UsageError(f"the loop over the lanes of step {step} goes on though another one has begun")
+                self._end_lane(loop)
+            self._end_step(loop)
+        except GeneratorExit as left:
+            if not python_ends() and self._loop is loop:
+                self._hear_of_leaving(waits=left.__context__ is handled)
+            raise
+        except BaseException:
+            if self._loop is loop:
+                self._leave(waits=False)
+            raise
+
+    def begin_anew(self) -> None:
+        """With another set of ranks, whose reducer has given up what was under way."""
+        self._leave(waits=False)
+        self._loop = None
+        self.buffers.begin_anew()
+        self.buffers.begin()
+
+    def _check(self, given: int) -> None:
+        lanes, transport = self._lanes, self._core.transport
+        if given != len(lanes.mine):
             raise UsageError(
-                f"rank {core.transport.rank} of {core.transport.size} runs {len(lanes.mine)} of {lanes.count} lanes "
-                f"({_listed(lanes.mine)}) and needs a micro for each of them, got {len(given)}; "
+                f"rank {transport.rank} of {transport.size} runs {len(lanes.mine)} of {lanes.count} lanes "
+                f"({listed(lanes.mine)}) and needs a micro for each of them, got {given}; "
                 f"paceline.Loader(..., lanes={lanes.count}) deals them"
             )
-        if (stale := lane_step.begin(core)) is not None:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "a step of lanes cannot go into a CUDA graph: its random numbers are seeded, and its gradients "
+                "exchanged, from the host; capture a replica without lanes, or run lanes outside of the capture"
+            )
+
+    def _begin(self, given: Sequence[object], step: int) -> _Loop:
+        self._leave(waits=True)  # the loop before this one, if it has not come to its end
+        if (stale := lane_step.begin(self._core)) is not None:
             raise UsageError(
                 f"a step of lanes starts from empty gradients, but {stale} has one; call optimizer.zero_grad() before"
             )
-        lanes.step = step
+        if step == self._last:
+            self._warn(SAME_STEP, step)
+        self._lanes.step = step
         self.buffers.begin()
-        if core.oversight is not None:
-            core.oversight.begin(step)
+        if self._core.oversight is not None:
+            self._core.oversight.begin(step)
         if self.capsules is not None:
             self.capsules.note_lanes(given, step)
         if self.recording is not None:
             self.recording.begin(step)
-        with put_back(self._device):
-            for lane, micro in zip(lanes.mine, given, strict=True):
-                seed_all(mixed(self._seed, step, lane), self._device)
-                lanes.open(lane, hash(_shapes(micro)))
-                try:
-                    yield micro
-                except GeneratorExit:  # the loop was left, perhaps only because zip() ended with its other part
-                    if self.capsules is not None:
-                        self.capsules.on_lane_left()
-                    if lane == lanes.mine[-1] and not lanes.under_way:
-                        self._end_lane(micro, lane, step)
-                        self._end_step()
-                    raise
-                self._end_lane(micro, lane, step)
-        self._end_step()
+        self._loop = _Loop(step, Kept(self._device))
+        return self._loop
 
-    def _end_lane(self, micro: object, lane: int, step: int) -> None:
-        lanes = self._core.lanes
-        assert lanes is not None
-        if lanes.state is LaneState.OPEN:
-            raise UsageError(
-                f"lane {lane} of step {step} ended without a backward; call loss.backward() once in the loop over "
-                f"lanes (earlier ones inside no_sync()), or model.skip_batch()"
-            )
-        self.buffers.lane_ended(lane)
-        if self._core.weighting.last is not Mode.WEIGHTED:
-            self._check_shape(micro, lane, step)
+    def _end_lane(self, loop: _Loop) -> None:
+        lane_step.check_ended(self._core)
+        self.buffers.lane_ended(loop.lane)
+        loop.lane = -1
 
-    def _end_step(self) -> None:
-        if not self._core.dropped:  # else the step leaves no trace
-            self.buffers.end(self._core.transport, self._core.settings.timeout_s)
+    def _end_step(self, loop: _Loop) -> None:
+        """All lanes have run here, and so they have on all other ranks if the gradients are there."""
+        self._loop = None
+        loop.kept.put_back()
+        core = self._core
+        if core.dropped:  # the step leaves no trace
+            return
+        self._last = loop.step
+        slots = () if core.optimizes_in_backward or not core.ledger.reductions else core.set.slots
+        if slots and (core.uses is None or any(core.uses)) and all(slot.param.grad is None for slot in slots):
+            self._warn(NO_GRADIENTS, loop.step)
+        self.buffers.end(core.transport, core.settings.timeout_s)
 
-    def _check_shape(self, micro: object, lane: int, step: int) -> None:
-        """Lanes count equally, so their micros must be equally large, unless weight() has said how much each counts."""
-        shapes = _shapes(micro)
-        if self._shapes is None:
-            self._shapes = shapes
-        if shapes != self._shapes:
-            raise UsageError(
-                f"the micro of lane {lane} in step {step} has tensors of shape {_shown(shapes)}, those before it had "
-                f"{_shown(self._shapes)}: lanes count equally, so it would count too much or too little. Use a loader "
-                f"with drop_last=True, or run each backward inside model.weight(number of samples)"
-            )
+    # ---- a loop that was left
+
+    def _hear_of_leaving(self, *, waits: bool) -> None:
+        """An error here would come from a destructor, where nobody can catch it."""
+        if self.capsules is not None:
+            self.capsules.on_lane_left()
+        try:
+            self._leave(waits=waits)
+        except Exception as error:  # noqa: BLE001
+            logger.warning("the loop over the lanes of step %d could not be ended: %s", self._lanes.step, error)
+
+    def _leave(self, *, waits: bool) -> None:
+        """Bring the loop that was begun last to its end, if nobody has. Without `waits` no other rank is waited for:
+        then buffers that the others exchange after a step that was whole are owed until the next step begins."""
+        loop = self._loop
+        if loop is None:
+            return
+        if loop.lane >= 0:
+            self.buffers.lane_ended(loop.lane)  # so they are again what the step has found
+            loop.lane = -1
+        loop.kept.put_back()
+        if waits or self._core.dropped:
+            self._end_step(loop)
+
+    def _warn(self, text: str, step: int) -> None:
+        """Once, by one rank."""
+        if text not in self._warned and self._core.transport.rank == 0:
+            self._warned.add(text)
+            logger.warning(text, step)
+
+
+def step_of(step: object) -> int:
+    """The number of a step, as the user gave it."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = 1 << 63
+    if not -(1 << 63) <= number < 1 << 63:
+        raise UsageError(
+            f"model.lanes(micros, step): step must be a whole number, the same on every rank and another one in every "
+            f"step, got {step!r}"
+        )
+    return number
 
 
 def _shapes(micro: object) -> Shapes:
     return tuple(tuple(tensor.shape) for tensor in tensors_in(micro))
-
-
-def _listed(lanes: range) -> str:
-    return f"lane {lanes[0]}" if len(lanes) == 1 else f"lanes {lanes[0]} to {lanes[-1]}"
-
-
-def _shown(shapes: Shapes) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes) or "none"

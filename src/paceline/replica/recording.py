@@ -23,21 +23,19 @@ from paceline.errors import UsageError
 from paceline.kernels import kernel_settings
 from paceline.reducer.lanes import Lanes
 from paceline.replica.outputs import tensors_in
-
-FILE_NAME = "PACELINE_DETERMINISM"
-STEPS_NAME = "PACELINE_DETERMINISM_STEPS"
+from paceline.tell import RECORD_NAME, RECORD_STEPS_NAME
 
 
 def recording_asked(
     module: nn.Module, lanes: Lanes | None, environ: Mapping[str, str] = os.environ
 ) -> "Recording | None":
     """The recording of a replica of `module`, if the environment asks for one."""
-    if not environ.get(FILE_NAME):
+    if not environ.get(RECORD_NAME):
         return None
-    steps = environ.get(STEPS_NAME, "2")
+    steps = environ.get(RECORD_STEPS_NAME, "2")
     if not steps.isdecimal() or not int(steps):
-        raise UsageError(f"{STEPS_NAME}={steps!r}: expected a whole number of at least 1")
-    return Recording(Path(environ[FILE_NAME]), module, lanes, int(steps))
+        raise UsageError(f"{RECORD_STEPS_NAME}={steps!r}: expected a whole number of at least 1")
+    return Recording(Path(environ[RECORD_NAME]), module, lanes, int(steps))
 
 
 def end_process() -> NoReturn:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from paceline.reducer.leaving import give_up
+from paceline.reducer.leaving import give_up, move_to
 from paceline.replica.agreement import Overseer
 from paceline.strategies.lane_sum import LaneSum
 
@@ -26,7 +26,7 @@ def outlive_group() -> int:
     rejoin, each in its next forward. Returns how many there are."""
     from paceline.replica.ddp import DistributedDataParallel
 
-    # Asked of the collector, so that nobody has to keep a list of replicas. Not by isinstance(), which asks the objects.
+    # Asked of the collector, so that nobody keeps a list of replicas. Not by isinstance(), which asks the objects.
     found = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]
     mine = [one for one in found if isinstance(getattr(one, "_transport_choice", None), str) and _is_left(one)]
     for replica in mine:
@@ -42,6 +42,8 @@ def _is_left(replica: "DistributedDataParallel") -> bool:
 def rejoin(replica: Any) -> None:
     """Go on over the default group. Every rank that holds the replica must call it, as it does the constructor."""
     give_up(replica._core)
+    if replica._lane_count is not None:
+        replica._lane_loop.begin_anew()
     replica._group_is_gone = False
     replica._transport.close()
     replica._join_world(replica._transport_choice, None, None)
@@ -51,6 +53,8 @@ def rejoin(replica: Any) -> None:
     if isinstance(overseer, Overseer):
         overseer.begin_anew(base)
         overseer.make_equal(root=0)
+        if replica._lane_count is not None:
+            replica._lane_loop.buffers.put_back()
     else:
         replica._start_equal("broadcast", with_buffers=True)
     move(replica)
@@ -64,5 +68,4 @@ def move(replica: Any) -> None:
     core = replica._core
     if core.lanes is not None:
         core.reduction = replica._reduction = LaneSum(core.lanes.count, replica._transport, replica.device)
-    core.move_to(replica._transport)
-
+    move_to(core, replica._transport)

@@ -11,7 +11,7 @@ from paceline.reducer import lane_step
 from paceline.reducer.agreement import Vote
 from paceline.reducer.weighting import hold_weighted
 from paceline.replica import arguments, rejoin
-from paceline.replica.lanes import LaneLoop, Micro
+from paceline.replica.lanes import LaneLoop, Micro, step_of
 from paceline.replica.torch_surface import TorchSurface
 
 
@@ -117,6 +117,10 @@ class Stepping(TorchSurface):
         added in the order of one tree over lane numbers. So 1, 2, 3 or `lanes` ranks give equal bits, as long as the
         kernels do: the same number of threads on every rank, deterministic algorithms.
 
+        `step` is the number of the step, from 0 or from where a resumed run goes on: random numbers follow from it. A
+        rank that leaves the loop with an error tells the others when it calls `lanes()` again, or ends; they wait until
+        then. A step whose backward has raised cannot be mended inside the loop: catch the error outside of it.
+
         Example:
             >>> model = paceline.DistributedDataParallel(net, lanes=8, seed=7)
             >>> for step, micros in enumerate(paceline.Loader(data, batch_size=4, lanes=8)):
@@ -128,7 +132,7 @@ class Stepping(TorchSurface):
             raise UsageError("this replica has no lanes; wrap with DistributedDataParallel(module, lanes=8)")
         if self._group_is_gone:
             rejoin.rejoin(self)
-        return self._lane_loop.run(micros, step)
+        return self._lane_loop.run(micros, step_of(step))
 
     @property
     def own_lanes(self) -> range:

@@ -6,6 +6,7 @@ an old generation can be freed from outside, by making the file unreadable (`not
 """
 
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -14,32 +15,68 @@ from paceline.notebook.rank import wires
 from paceline.notebook.rank.boot import Place
 
 FORM_S = 30.0
+ABORT_S = 5.0
 
 
-def form(place: Place, content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave the generation before, if there was one, and join the next with all other ranks."""
-    import torch
-    import torch.distributed as dist
+class Group:
+    """Which group this rank is in, and how it gets out of it."""
 
-    leave(content["theirs"])
-    backend, device = content["backend"], torch.device(place.device)
-    try:
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(content["store"], place.size),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=timedelta(seconds=FORM_S),
-            # NCCL then connects here, where a failure is told as one, and not inside the first cell.
-            device_id=device if device.type == "cuda" and "nccl" in backend else None,
-        )
-    except (RuntimeError, ValueError):
-        _forget()
-        raise
-    # The timeout above was for forming the group; collectives get torch's own default.
-    c10d = dist.distributed_c10d
-    c10d._set_pg_timeout(c10d._get_default_timeout(dist.Backend(backend)))
-    return {"generation": content["generation"], "replicas": _outlive()}
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._aborting: threading.Thread | None = None
+
+    def form(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leave the generation before, if there was one, and join the next with all other ranks."""
+        import torch
+        import torch.distributed as dist
+
+        self._leave(content["theirs"])
+        backend, device = content["backend"], torch.device(self._place.device)
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(content["store"], self._place.size),
+                rank=self._place.rank,
+                world_size=self._place.size,
+                timeout=timedelta(seconds=FORM_S),
+                # NCCL then connects here, where a failure is told as one, and not inside the first cell.
+                device_id=device if device.type == "cuda" and "nccl" in backend else None,
+            )
+        except (RuntimeError, ValueError):
+            _forget()
+            raise
+        # The timeout above was for forming the group; collectives get torch's own default.
+        c10d = dist.distributed_c10d
+        c10d._set_pg_timeout(c10d._get_default_timeout(dist.Backend(backend)))
+        return {"generation": content["generation"], "replicas": _outlive()}
+
+    def abort(self) -> None:
+        """End all that NCCL does for this rank. Collectives on the device then return, and so does who waits for them.
+
+        In a thread of its own: with a peer that is gone it may never return, and questions must still be answered.
+        """
+        import torch.distributed as dist
+
+        if self._aborting is None and dist.is_initialized():
+            work = dist.distributed_c10d._abort_process_group
+            self._aborting = threading.Thread(target=work, name="paceline abort", daemon=True)
+            self._aborting.start()
+
+    def _leave(self, theirs: list[int]) -> None:
+        """Give up the group. With the wires cut first, nothing in it can wait for a rank that does not come."""
+        import torch.distributed as dist
+
+        if dist.is_initialized() and "nccl" in repr(dist.get_backend_config()):
+            self.abort()
+        if self._aborting is not None:
+            self._aborting.join(ABORT_S)
+            self._aborting = None
+        wires.cut(theirs)
+        if dist.is_initialized():
+            try:
+                dist.destroy_process_group()
+            except RuntimeError:  # it was broken so badly that it could not even be left
+                _forget()
 
 
 def _outlive() -> int:
@@ -49,30 +86,6 @@ def _outlive() -> int:
     from paceline.replica.rejoin import outlive_group
 
     return outlive_group()
-
-
-def leave(theirs: list[int]) -> None:
-    """Give up the group. With the wires cut first, nothing in it can wait for a rank that does not come."""
-    import torch.distributed as dist
-
-    wires.cut(theirs)
-    if not dist.is_initialized():
-        return
-    if "nccl" in repr(dist.get_backend_config()):
-        abort()
-    if dist.is_initialized():
-        try:
-            dist.destroy_process_group()
-        except RuntimeError:  # it was broken so badly that it could not even be left
-            _forget()
-
-
-def abort() -> None:
-    """End all that NCCL does for this rank. Collectives on the device then return, and so does who waits for them."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()
 
 
 def _forget() -> None:

@@ -10,7 +10,8 @@ from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from traitlets import Type
 
-from paceline.notebook.rank import boot, group
+from paceline.notebook.rank import boot
+from paceline.notebook.rank.group import Group
 from paceline.notebook.rank.requests import Requests
 
 Reply = tuple[Mapping[str, Any], Sequence[bytes]]
@@ -32,7 +33,8 @@ class RankKernel(IPythonKernel):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.place = boot.Place.from_environment()
-        self._requests = Requests(self.shell, self.place)
+        self._group = Group(self.place)
+        self._requests = Requests(self.shell, self.place, self._group)
         # C libraries hold back what they print, since nobody told them that someone looks on.
         libc = ctypes.CDLL(None)
         self.shell.events.register("post_execute", lambda: libc.fflush(None))
@@ -54,7 +56,7 @@ class RankKernel(IPythonKernel):
         boot.warm(self.shell)
 
     async def paceline_form(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        self._answer(stream, ident, parent, lambda content, _: (group.form(self.place, content), ()))
+        self._answer(stream, ident, parent, lambda content, _: (self._group.form(content), ()))
 
     async def paceline_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         self._answer(stream, ident, parent, self._requests.answer)

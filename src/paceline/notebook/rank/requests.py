@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.notebook.rank import group, wires
+from paceline.notebook.rank import wires
 from paceline.notebook.rank.boot import Place
+from paceline.notebook.rank.group import Group
 from paceline.notebook.rank.position import position
 from paceline.notebook.values import pack, unpack
 
@@ -20,8 +21,8 @@ Reply = tuple[Content, Sequence[bytes]]
 class Requests:
     """One method for each question, which comes as `op`."""
 
-    def __init__(self, shell: Any, place: Place) -> None:
-        self._shell, self._place = shell, place
+    def __init__(self, shell: Any, place: Place, group: Group) -> None:
+        self._shell, self._place, self._group = shell, place, group
         self._ops: Mapping[str, Callable[[Content, Sequence[bytes]], Reply]] = {
             "abort": self._abort,
             "cut": self._cut,
@@ -69,7 +70,7 @@ class Requests:
         return {"cut": wires.cut(content["theirs"])}, ()
 
     def _abort(self, content: Content, buffers: Sequence[bytes]) -> Reply:
-        group.abort()
+        self._group.abort()
         return {}, ()
 
     def _pull(self, content: Content, buffers: Sequence[bytes]) -> Reply:

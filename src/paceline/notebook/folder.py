@@ -1,0 +1,54 @@
+"""The private folder of a session: sockets, and where the ranks of a generation meet."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+PREFIX = "paceline-notebook-"
+LONGEST = 60  # the path of a socket has at most 107 bytes
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder that only this user can look into, as long as the block lasts.
+
+    Its owner holds a lock. Who was killed cannot take its folder away; the next one does, since nobody holds that lock.
+    """
+    base = Path(tempfile.gettempdir())
+    base = base if len(str(base)) < LONGEST else Path("/tmp")
+    _sweep(base)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"no folder can be made in {base} for the sockets of the ranks: {error.strerror or error}; "
+            f"make room there, or set TMPDIR to a folder that can be written"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _sweep(base: Path) -> None:
+    for left in base.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(left / "lock", os.O_WRONLY)
+        except OSError:  # not made yet, gone meanwhile, or someone else's
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+        except BlockingIOError:  # its owner lives
+            continue
+        finally:
+            os.close(lock)
