@@ -1,6 +1,7 @@
 """Lanes over NCCL: one digest for 1, 2, 3 and 4 ranks, with dropout; and replicas that are watched on a GPU."""
 
 import hashlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import ReplicaDrift
+from paceline.errors import ReplicaDrift, UsageError
 from paceline.replica.agreement import Agreement
 from tests.gpu.ranks import on_nccl
 from tests.models import DDP, draw
@@ -76,3 +77,28 @@ def drifts(rank: int, size: int) -> None:
 def test_drift_and_not_finite_on_a_gpu(procs: Any, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     procs(2).run(on_nccl, store, "cpu:gloo,cuda:nccl", drifts, group=False, deadline_s=120)
+
+
+def waits_and_captures(rank: int, size: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=rank, world_size=size)
+    model: Any = DDP(net(), lanes=2)
+    micros = [draw(lane, 16, 64).cuda() for lane in model.own_lanes]
+    for x in model.lanes(micros, 0):
+        model(x).square().mean().backward()
+    assert model._core.set.first_with_gradient() == "0.weight"
+    model.zero_grad(set_to_none=False)
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        assert model._core.set.first_with_gradient() is None
+    torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == 1, "the host waits once, whatever the number of parameters"
+    with pytest.raises(UsageError, match="cannot go into a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        next(model.lanes(micros, 1))
+    for x in model.lanes(micros, 1):
+        model(x).square().mean().backward()
+    dist.destroy_process_group()
+
+
+def test_a_step_waits_once_for_zeros_and_is_not_captured(procs: Any, tmp_path: Path) -> None:
+    procs(1).run(waits_and_captures, str(tmp_path / "store"), group=False, deadline_s=60)

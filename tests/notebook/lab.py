@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 # As root there is no sandbox, and what a browser looks up by itself is not there on a machine without network.
 FLAGS = (
     "--no-sandbox",
@@ -28,27 +26,44 @@ FLAGS = (
 )
 # Every process that starts below the server or the browser has this in its environment, also when its parent is gone.
 MARK = "PACELINE_TEST_LAB"
-SETTINGS = {
+SETTINGS: dict[str, dict[str, object]] = {
+    "apputils-extension/themes": {"theme": "JupyterLab Light"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     # All cells stay in the page, also those out of sight.
     "notebook-extension/tracker": {"windowingMode": "none"},
+    # A busy machine may take longer than a person would wait.
     "completer-extension/manager": {"providerTimeout": 5000},
 }
 WIDTH = 1000
 DONE = re.compile(r"\[\d+\]")
 
 
+def notebook_of(cells: Sequence[str]) -> dict[str, object]:
+    empty: dict[str, object] = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return {
+        "cells": [{**empty, "id": f"cell-{place}", "source": cell} for place, cell in enumerate(cells)],
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+
+
 class Lab:
     """A server with one notebook, in a folder of its own. `with` starts it, and ends it with all that it started."""
 
-    def __init__(self, folder: Path, port: int, cells: Sequence[str], *, dark: bool = False) -> None:
+    def __init__(self, folder: Path, port: int, cells: Sequence[str]) -> None:
         self._folder = folder
         self._port = port
         self._cells = cells
-        self._dark = dark
         self._token = secrets.token_hex(16)
         self._server: subprocess.Popen[bytes] | None = None
-        self.environment = {**os.environ, MARK: self._token, "HOME": str(folder)}
+        self.environment = {
+            **os.environ,
+            MARK: secrets.token_hex(16),
+            "HOME": str(folder),
+            "JUPYTER_TOKEN": self._token,
+        }
         for name in ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR"):
             self.environment[f"JUPYTER_{name}"] = str(folder / name.lower())
         for name in ("SETTINGS", "WORKSPACES"):
@@ -61,19 +76,15 @@ class Lab:
 
     def __enter__(self) -> "Lab":
         self._folder.mkdir()
-        theme = {"theme": "JupyterLab Dark" if self._dark else "JupyterLab Light"}
-        for name, setting in {**SETTINGS, "apputils-extension/themes": theme}.items():
+        for name, setting in SETTINGS.items():
             path = self._folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(setting))
         root = self._folder / "root"
         root.mkdir()
-        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in self._cells])
-        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        nbformat.write(notebook, root / "notebook.ipynb")
+        (root / "notebook.ipynb").write_text(json.dumps(notebook_of(self._cells)))
         command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
         command += [f"--ServerApp.port={self._port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={root}"]
-        command += [f"--IdentityProvider.token={self._token}"]
         with (self._folder / "server.log").open("wb") as log:
             self._server = subprocess.Popen(
                 command, cwd=root, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -115,7 +126,7 @@ class Lab:
 
     def processes(self) -> dict[int, str]:
         """All that began with this server, or with the browser: number and command."""
-        mark = f"{MARK}={self._token}".encode()
+        mark = f"{MARK}={self.environment[MARK]}".encode()
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # gone meanwhile, or not ours to read
@@ -139,6 +150,9 @@ class Page:
         # Keys that come before the kernel has answered start nothing.
         expect(self.page.locator("#jp-main-statusbar").get_by_text("| Idle")).to_be_visible(timeout=30_000)
         self._cells.first.locator(".cm-content").click()
+
+    def select(self, cell: int) -> None:
+        self._cells.nth(cell).locator(".jp-InputPrompt").click()
 
     def begin(self) -> None:
         """Start the selected cell and select the next one."""
@@ -183,15 +197,10 @@ class Page:
 
     def complete(self) -> list[str]:
         """What Tab offers behind the text that was typed last."""
-        from playwright.sync_api import TimeoutError as NotThere
-
+        self.press("Tab")
         names = self.page.locator(".jp-Completer:visible .jp-Completer-match")
-        for _ in range(3):  # the first answer may take longer than JupyterLab waits
-            self.press("Tab")
-            with suppress(NotThere):
-                names.first.wait_for(timeout=4000)
-                return [str(name) for name in names.all_inner_texts()]
-        return []
+        names.first.wait_for(timeout=8000)
+        return [str(name) for name in names.all_inner_texts()]
 
     def source(self, cell: int) -> str:
         text: str = self._cells.nth(cell).locator(".cm-content").inner_text()
@@ -210,9 +219,9 @@ class Page:
         """Of the notebook until this cell, without what surrounds it."""
         content = self.page.locator(".jp-Notebook .jp-WindowedPanel-outer").first
         self.page.set_viewport_size({"width": WIDTH, "height": 2500})
-        content.evaluate("node => { node.scrollTop = 0; document.activeElement.blur(); }")
+        content.evaluate("node => { node.scrollTop = 0; }")
         around, end = content.bounding_box(), self._cells.nth(last).bounding_box()
-        height = end["y"] + end["height"] - around["y"]
+        height = end["y"] + end["height"] + 12 - around["y"]
         clip = {"x": around["x"], "y": around["y"], "width": around["width"], "height": height}
         self.page.screenshot(path=path, clip=clip)
 
@@ -223,7 +232,7 @@ def open_page(lab: Lab, chromium: str) -> Iterator[Page]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS), env=lab.environment)
+        browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS), env={**lab.environment})
         try:
             page = browser.new_page(viewport={"width": WIDTH, "height": 1400})
             lab.wait()

@@ -2,12 +2,13 @@
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import zmq
-from jupyter_client import KernelManager
+from jupyter_client.manager import KernelManager
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 WAIT_S = 50.0
@@ -54,8 +55,11 @@ class Notebook:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=WAIT_S)
 
-    def run(self, code: str, *, stop_at: str = "", silent: bool = False) -> Cell:
-        """Run a cell; when it has written `stop_at`, press the stop button."""
+    def run(
+        self, code: str, *, stop_at: str = "", silent: bool = False, when: dict[str, Callable[[], None]] | None = None
+    ) -> Cell:
+        """Run a cell; when it has written `stop_at`, press the stop button. `when` something is written, call that."""
+        due = dict(when or {})
         cell, began, stopped = Cell(), time.monotonic(), 0.0
         sent = self.client.execute(code, silent=silent, store_history=not silent)
         while True:
@@ -66,6 +70,8 @@ class Notebook:
             if kind == "status" and content["execution_state"] == "idle":
                 break
             self._note(cell, kind, content)
+            for text in [text for text in due if text in cell.all]:
+                due.pop(text)()
             if stop_at and stop_at in cell.all:
                 stop_at = ""
                 time.sleep(0.2)

@@ -216,6 +216,8 @@ def test_our_replica_goes_on_after_an_interrupt(fleet: Fleet) -> None:
 def test_interrupt_of_ranks_in_different_places(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     view = stop(fleet, "dist.all_reduce(torch.ones(3)) if rank else time.sleep(100)", capsys, BOTH)
     assert [event.name for event in view.of(Failed)] == ["KeyboardInterrupt"] * 2
+    assert "line 2\n----> 2 dist.all_reduce" in view.traceback(0)
+    assert "distributed_c10d.py" in view.traceback(1) and "distributed_c10d.py" not in view.traceback(0)
     assert_group_works(fleet)
 
 
@@ -304,8 +306,10 @@ def test_last_words(fleet: Fleet) -> None:
 
 
 def test_death_between_cells_and_of_the_keeper(fleet: Fleet) -> None:
-    ran(fleet, "import os, threading; threading.Timer(0.1, os._exit, (5,)).start()", (1,))
-    time.sleep(0.5)
+    ran(fleet, "import os, threading; threading.Timer(0.7, os._exit, (5,)).start()", (1,))
+    until = time.monotonic() + SOON_S
+    while not fleet.ranks()[1].died and time.monotonic() < until:
+        time.sleep(0.05)
     view = Record()
     fleet.run("print(1)", [0], view)  # the death of a rank that is not asked is told, and is no failure
     assert [died.how for died in view.of(Died)] == ["exited with 5"] and view.text(0) == "1\n"

@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.notebook.notebook import Notebook, gone_within
+
+README = Path(__file__).parents[2] / "README.md"
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -246,3 +249,14 @@ def test_the_extension_can_be_taken_out(notebook: Notebook) -> None:
     notebook.good("%unload_ext paceline")
     assert gone_within(before, 2.0)
     assert "not found" in notebook.run("%dist_status").all
+
+
+def test_the_cells_of_the_readme(notebook: Notebook) -> None:
+    cells = re.findall(r"^```ipython\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(cells) == 3
+    *_, last = [notebook.good(cell) for cell in cells]
+    assert {rank: line[-1].partition(" on ")[2] for rank, line in last.said.items()} == {
+        0: "rank 0 of 2",
+        1: "rank 1 of 2",
+    }
+    assert any("forward" in str(one.get("text/plain")) for one in last.shown), "the panel"

@@ -386,7 +386,9 @@ def test_a_loop_that_does_not_fit() -> None:
         with model.no_sync():
             plain(model, next(loop), 1, 0)
             model.sync_gradients()  # does nothing here
-        with pytest.raises(UsageError, match=r"lane \d of step 1 .* closes it: its only one ran inside no_sync\(\)"):
+        with pytest.raises(
+            UsageError, match=r"lane \d of step 1 .* closes it: its only backward ran inside no_sync\(\)"
+        ):
             next(loop)
         next(model.lanes([micro(0, 0)] * 2, 2))
         with pytest.raises(UsageError, match=r"sync_gradients\(\) closes lane \d of step 2, which has had no backward"):

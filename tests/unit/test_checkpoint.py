@@ -207,7 +207,7 @@ def test_other_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_a_run_in_lanes_is_told_what_was_otherwise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def replica(lanes: int | None) -> nn.Module:
+    def replica(lanes: int | None) -> Any:
         return DDP(mlp(3, 4), transport=LocalTransport(), lanes=lanes)
 
     run = Checkpointer(tmp_path, asynchronous=False)

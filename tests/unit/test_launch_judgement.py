@@ -155,13 +155,13 @@ def test_a_long_message_keeps_its_advice() -> None:
     assert 'File "train.py"' in frames[0]
     longer = judge([raised(0, f"UsageError: {told * 9}")])
     assert longer is not None
-    assert longer.lines()[2:4] == ["  …", longer.lines()[3]] and longer.lines()[3].endswith("a smaller one or more ranks")
+    assert longer.lines()[2] == "  …" and longer.lines()[3].endswith("a smaller one or more ranks")
 
 
 def test_what_a_destructor_raised_is_not_the_cause() -> None:
     """Python writes it at the very end, when modules are gone already."""
-    ignored = ("Exception ignored in: <generator object LaneLoop.run at 0x7f>", HEADER, '  File "lanes.py", line 1')
-    ignored += ("AttributeError: 'NoneType' object has no attribute 'random'",)
+    where = ("Exception ignored in: <generator object LaneLoop.run at 0x7f>", HEADER, '  File "lanes.py", line 1')
+    ignored = (*where, "AttributeError: 'NoneType' object has no attribute 'random'")
     own = raised(0, "ValueError: my own bug")
     failure = judge([replace(own, tail=(*own.tail, *ignored))])
     assert failure is not None

@@ -211,8 +211,9 @@ class Fragile(nn.Linear):
 
 
 def test_every_micro_of_a_rank_is_run(replay: Replay) -> None:
-    entries = [{"args": (micro(number),), "kwargs": {}, "rng": None} for number in range(2)]
-    entries[1]["args"][0][0, 0] = float("nan")
+    given = [micro(number) for number in range(2)]
+    given[1][0, 0] = float("nan")
+    entries: list[dict[str, Any]] = [{"args": (one,), "kwargs": {}, "rng": None} for one in given]
     plain = wholly(net(), lanes=(), others=(), batch=entries)
     code, text = replay(plain, model=f"{HERE}:net")
     assert code == 0

@@ -112,9 +112,9 @@ def _element(element: "Element", tensor: "TensorDrift") -> str:
 
 def what_was_done(drift: "Drift", trust: int | None) -> str:
     """For a drift that is healed."""
-    whose = "the majority" if drift.healable else f"rank {trust}, which is the one to trust"
+    whose = "the majority now" if drift.healable else f"rank {trust} now, as trust={trust} asks"
     return (
-        f"All ranks have the values of {whose} now, and go on; if it comes again on {ranks_text(drift.ranks)}, suspect "
+        f"All ranks have the values of {whose}, and go on; if it comes again on {ranks_text(drift.ranks)}, suspect "
         f"memory or processor there, or code that changes state on some ranks only"
     )
 

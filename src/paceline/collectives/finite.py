@@ -57,7 +57,7 @@ class Look:
     def __init__(self, numbers: torch.Tensor, small: float) -> None:
         self._small = small
         self.before: tuple[torch.Tensor, torch.Tensor] = torch.aminmax(numbers)
-        self.after = self.before
+        self.after: tuple[torch.Tensor, torch.Tensor] = self.before
 
     def at_result(self, tensor: torch.Tensor) -> None:
         """The sum is there, on the current stream."""

@@ -129,7 +129,7 @@ def _html(name: str, replicas: Replicas, named: bool) -> str:
     said = escape(f"{name}: {verdict(replicas)}" if named else verdict(replicas))
     on_gpu = any(not replica["device"].startswith("cpu") for replica in replicas.values())
     note = f'<div style="opacity:0.75;font-size:12px">{ON_GPU}</div>' if on_gpu else ""
-    head = f'<div><b>{said}</b></div>'
+    head = f"<div><b>{said}</b></div>"
     parts = (head, _legend(), gantt(replicas), _table(replicas), note)
     return "\n".join(['<div style="margin:4px 0 12px;padding:0 8px;line-height:1.4">', *parts, "</div>"])
 

@@ -115,8 +115,9 @@ def check_ended(reducer: "Reducer") -> None:
         if lanes.state is LaneState.OPEN:
             lane = f"lane {lanes.current} of step {lanes.step}"
             if lanes.backwards:
+                ran = "its only backward" if lanes.backwards == 1 else f"all its {lanes.backwards} backwards"
                 raise UsageError(
-                    f"{lane} ended without a backward that closes it: its only one ran inside no_sync(). Run the last "
+                    f"{lane} ended without a backward that closes it: {ran} ran inside no_sync(). Run the last "
                     f"backward of a lane outside of no_sync(), or call model.sync_gradients() there"
                 )
             raise UsageError(

@@ -271,7 +271,7 @@ class Overseer:
             where = "its capsule has it" if self.on_finding else "Agreement(capsules=…) would keep it"
             error = NotFiniteGradients(
                 f"{text}; no rank has stepped on it. Look at that batch ({where}), lower the learning rate, or pass "
-                f"not_finite=\"skip\" to go on with the next step",
+                f'not_finite="skip" to go on with the next step',
                 ranks=ranks,
             )
             return Verdict(True, error)

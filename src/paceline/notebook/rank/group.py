@@ -48,7 +48,7 @@ class Group:
         # The timeout above was for forming the group; collectives get torch's own default.
         c10d = dist.distributed_c10d
         c10d._set_pg_timeout(c10d._get_default_timeout(dist.Backend(backend)))
-        return {"generation": content["generation"], "replicas": _outlive()}
+        return {"generation": content["generation"]}
 
     def abort(self) -> None:
         """End all that NCCL does for this rank. Collectives on the device then return, and so does who waits for them.
@@ -79,13 +79,12 @@ class Group:
                 _forget()
 
 
-def _outlive() -> int:
-    """How many replicas of ours go on in the new group, in their next forward. Nothing is loaded to find out."""
-    if "paceline.replica.ddp" not in sys.modules:
-        return 0
-    from paceline.replica.rejoin import outlive_group
+def outlive() -> None:
+    """Replicas of ours go on in the new group, in their next forward. Nothing is loaded to find out if there are any."""
+    if "paceline.replica.ddp" in sys.modules:
+        from paceline.replica.rejoin import outlive_group
 
-    return outlive_group()
+        outlive_group()
 
 
 def _forget() -> None:

@@ -10,8 +10,8 @@ from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from traitlets import Type
 
-from paceline.notebook.rank import boot
-from paceline.notebook.rank.group import Group
+from paceline.notebook.rank import boot, interrupted
+from paceline.notebook.rank.group import Group, outlive
 from paceline.notebook.rank.requests import Requests
 
 Reply = tuple[Mapping[str, Any], Sequence[bytes]]
@@ -35,6 +35,7 @@ class RankKernel(IPythonKernel):
         self.place = boot.Place.from_environment()
         self._group = Group(self.place)
         self._requests = Requests(self.shell, self.place, self._group)
+        interrupted.install(self.shell)
         # C libraries hold back what they print, since nobody told them that someone looks on.
         libc = ctypes.CDLL(None)
         self.shell.events.register("post_execute", lambda: libc.fflush(None))
@@ -57,6 +58,7 @@ class RankKernel(IPythonKernel):
 
     async def paceline_form(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         self._answer(stream, ident, parent, lambda content, _: (self._group.form(content), ()))
+        outlive()  # who asked need not wait for it, and the next cell comes after it
 
     async def paceline_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
         self._answer(stream, ident, parent, self._requests.answer)
