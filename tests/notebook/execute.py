@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
+import nbformat as untyped_nbformat
 from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
+nbformat: Any = untyped_nbformat
 GUTTER = re.compile(r"^\[\d[\d,-]*\] ?", re.MULTILINE)
 CELL_S = 40  # a cell that takes longer is interrupted, and fails
 

@@ -221,7 +221,7 @@ class Page:
         self.page.set_viewport_size({"width": WIDTH, "height": 2500})
         content.evaluate("node => { node.scrollTop = 0; }")
         around, end = content.bounding_box(), self._cells.nth(last).bounding_box()
-        height = end["y"] + end["height"] + 12 - around["y"]
+        height = end["y"] + end["height"] - 2 - around["y"]  # the frame of the next cell reaches into this one
         clip = {"x": around["x"], "y": around["y"], "width": around["width"], "height": height}
         self.page.screenshot(path=path, clip=clip)
 

@@ -105,7 +105,7 @@ def trains(page: Page) -> None:
 def fails(page: Page) -> None:
     said = page.run(ERROR)
     assert written(said, r"tensor\(\[4\., 4\., 4\., 4\.\]\)", 1)
-    assert "RuntimeError on rank 0 (1 of 2)" in said
+    assert f"RuntimeError on rank 0 (1 of 2)\nCell In[{ERROR + 1}], line 2\n" in said
     assert "----> 2 batch_of_this_rank @ torch.ones(4)" in said
 
 

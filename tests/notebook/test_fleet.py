@@ -55,8 +55,9 @@ def test_what_a_rank_says_arrives(fleet: Fleet) -> None:
         "rank * 10",
     )
     for rank in BOTH:
-        assert view.text(rank).splitlines() == [f"out {rank}", "raw", "child"]
-        assert view.text(rank, "stderr").splitlines() == [f"err {rank}", "bad"]
+        # What is written to the descriptor comes another way, and may overtake.
+        assert sorted(view.text(rank).splitlines()) == ["child", f"out {rank}", "raw"]
+        assert sorted(view.text(rank, "stderr").splitlines()) == ["bad", f"err {rank}"]
         first, second, result = view.of(Showed, rank)
         assert (first.data["text/html"], first.display_id, first.updates) == ("<b>1</b>", "one", False)
         assert (second.data["text/html"], second.display_id, second.updates) == ("<b>2</b>", "one", True)
@@ -185,6 +186,7 @@ BLOCKED = {
     "sleep": "time.sleep(100)",
     "child": "!sleep 100",
     "await": "import asyncio; await asyncio.sleep(100)",
+    "destructor": "type('Slow', (), {'__del__': lambda self: time.sleep(100)})(); time.sleep(100)",
     "torch's DDP": "theirs(torch.ones(1, 3)).sum().backward()",
     "our DDP": "ours(torch.ones(1, 3)).sum().backward()",
 }
@@ -217,7 +219,7 @@ def test_interrupt_of_ranks_in_different_places(fleet: Fleet, capsys: pytest.Cap
     view = stop(fleet, "dist.all_reduce(torch.ones(3)) if rank else time.sleep(100)", capsys, BOTH)
     assert [event.name for event in view.of(Failed)] == ["KeyboardInterrupt"] * 2
     assert "line 2\n----> 2 dist.all_reduce" in view.traceback(0)
-    assert "distributed_c10d.py" in view.traceback(1) and "distributed_c10d.py" not in view.traceback(0)
+    assert "torch/distributed" in view.traceback(1) and "torch/distributed" not in view.traceback(0)
     assert_group_works(fleet)
 
 
@@ -286,15 +288,12 @@ def test_death_while_another_rank_waits(fleet: Fleet, capsys: pytest.CaptureFixt
 def test_last_words(fleet: Fleet) -> None:
     view = Record()
     outcome = fleet.run(
-        "import ctypes, os\n"
-        "if rank:\n    ctypes.string_at(0)\n"
-        "print('printed', flush=True); os.write(2, b'last words\\n'); os._exit(3)",
+        "import ctypes, os\nif rank:\n    ctypes.string_at(0)\nos.write(2, b'last words\\n'); os._exit(3)",
         BOTH,
         view,
     )
     left, crashed = sorted(outcome.deaths, key=lambda died: died.rank)
     assert (left.how, left.words) == ("exited with 3", ("last words",))
-    assert view.text(0) == "printed\n"
     assert crashed.how == "was killed by SIGSEGV" and "Segmentation fault" in crashed.words[0]
     assert "string_at" in crashed.words[1] and len(crashed.words) < 10
     with pytest.raises(UsageError, match=r"\[1\] are dead too"):

@@ -10,11 +10,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 
 from paceline.launch.devices import gpu_count
-from tests.notebook.execute import cell_of, errors, execute, number, said
+from tests.notebook.execute import cell_of, errors, execute, nbformat, number, said
 
 GUIDE = os.environ.get("PACELINE_GUIDE", "")
 BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

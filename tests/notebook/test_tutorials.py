@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 
-from tests.notebook.execute import errors, execute, number, said, shown
+from tests.notebook.execute import errors, execute, nbformat, number, said, shown
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 NAMES = ("1_ddp_from_scratch", "2_making_it_fast", "3_what_it_costs")
@@ -83,7 +82,7 @@ def test_the_mean_of_the_ranks_is_the_gradient_of_the_whole_batch(scratch: Any) 
 
 def test_accumulated_micros_equal_one_batch(scratch: Any) -> None:
     assert number(scratch, "accumulate-check", "max difference") < ROUNDING
-    assert "with 1 sync against 1" in said(scratch, "accumulate-check")
+    assert "syncs: 1 and 1" in said(scratch, "accumulate-check")
 
 
 def test_mistakes_of_accumulation_are_seen(scratch: Any) -> None:
@@ -188,6 +187,6 @@ def test_sharding_by_formula_as_a_bar_and_measured(costs: Any) -> None:
     for n, row in zip((2, 8, 64), rows, strict=True):
         assert row == pytest.approx([16 * gib, (4 + 12 / n) * gib, (2 + 14 / n) * gib, 16 / n * gib], abs=0.06)
     assert shown(costs, "sharding-figure", "image/png")
-    parts = [float(text) for text in re.findall(r"here: (\S+) of it", said(costs, "zero-1-code"))]
+    parts = [float(text) for text in re.findall(r"that is (\S+) of it", said(costs, "zero-1-code"))]
     assert sum(parts) == pytest.approx(1.0, abs=0.01)
     assert max(parts) < 0.6

@@ -16,6 +16,13 @@ from tests.pool import Pool
 LANES = 2
 
 
+def net(lanes: int | None) -> torch.nn.Module:
+    module = mlp(16, 32, 16, 4)
+    if lanes is not None:  # outside of lanes buffers are sent with every forward
+        module.append(torch.nn.BatchNorm1d(4))
+    return module
+
+
 def one_step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, number: int) -> None:
     rank = dist.get_rank()
     optimizer.zero_grad()
@@ -40,10 +47,7 @@ def stopped_apart(rank: int, size: int, folder: str, transport: str, lanes: int 
     torch.manual_seed(3)
     store = dist.FileStore(f"{folder}/0", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    module = mlp(16, 32, 16, 4)
-    if lanes is not None:  # outside of lanes buffers are sent with every forward
-        module.append(torch.nn.BatchNorm1d(4))
-    model = DistributedDataParallel(module, transport=transport, lanes=lanes, timeout=1.0)
+    model = DistributedDataParallel(net(lanes), transport=transport, lanes=lanes, timeout=1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(3):
         one_step(model, optimizer, number)
@@ -70,22 +74,18 @@ def stopped_apart(rank: int, size: int, folder: str, transport: str, lanes: int 
 def test_ranks_that_were_stopped_apart_go_on_together(
     procs: Pool, tmp_path: Path, transport: str, lanes: int | None
 ) -> None:
+    """Rank 0 is believed: its interrupted step is made again, and what rank 1 did alone is undone."""
     first, second = procs(2).run(stopped_apart, str(tmp_path), transport, lanes, group=False)
     assert first == second
+    straight, _ = procs(2).run(never_stopped, lanes)
+    assert first == straight
 
 
-def never_stopped(rank: int, size: int) -> list[list[float]]:
+def never_stopped(rank: int, size: int, lanes: int | None) -> list[list[float]]:
     torch.manual_seed(3)
-    model = DistributedDataParallel(mlp(16, 32, 16, 4))
+    model = DistributedDataParallel(net(lanes), lanes=lanes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for number in range(8):
         one_step(model, optimizer, number)
     moments = [state["exp_avg"] for state in optimizer.state.values()]
-    return [tensor.flatten().tolist() for tensor in [*model.parameters(), *moments]]
-
-
-def test_rank_0_is_the_one_that_is_believed(procs: Pool, tmp_path: Path) -> None:
-    """Its interrupted step is made again, and what rank 1 did alone is undone: nothing has happened."""
-    stopped, _ = procs(2).run(stopped_apart, str(tmp_path), "shm", None, group=False)
-    straight, _ = procs(2).run(never_stopped)
-    assert stopped == straight
+    return [tensor.flatten().tolist() for tensor in [*model.parameters(), *model.buffers(), *moments]]

@@ -603,7 +603,8 @@ def test_a_buffer_that_comes_with_the_first_forward() -> None:
             for x in model.lanes([micro(step, lane) for lane in model.own_lanes], step):
                 plain(model, x, step, 0)
             model.zero_grad()
-        return model.module.later.clone()
+        later: torch.Tensor = model.module.later
+        return later.clone()
 
     for size in (1, 2):
         assert all(torch.equal(later, torch.ones(3)) for later in run(body, size))

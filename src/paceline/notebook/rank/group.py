@@ -80,7 +80,7 @@ class Group:
 
 
 def outlive() -> None:
-    """Replicas of ours go on in the new group, in their next forward. Nothing is loaded to find out if there are any."""
+    """Replicas of ours go on in the new group, in their next forward. Nothing is loaded to find out if there are."""
     if "paceline.replica.ddp" in sys.modules:
         from paceline.replica.rejoin import outlive_group
 

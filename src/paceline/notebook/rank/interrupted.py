@@ -1,20 +1,37 @@
-"""The traceback of an interrupt: short, and made at once.
+"""How a rank takes KeyboardInterrupt.
 
-IPython reads and parses the source of every file on the way, which takes longer than all the rest of an interrupt. Of
-an interrupt only one thing is of interest: where the cell was.
+**Its traceback is short, and made at once.** IPython reads and parses the source of every file on the way, which takes
+longer than all the rest of an interrupt. Of an interrupt only one thing is of interest: where the cell was.
+
+**None is lost.** Python drops what is raised in a destructor or a callback of a weak reference; an interrupt that falls
+there is raised again outside of it.
 """
 
+import _thread
 import linecache
+import sys
+import threading
 import traceback
 from types import TracebackType
 from typing import Any
 
 from ipykernel.compiler import get_tmp_directory
 
+AGAIN_S = 0.005  # out of the place where it was dropped
+
 
 def install(shell: Any) -> None:
-    """Show KeyboardInterrupt in this way."""
+    """Show KeyboardInterrupt in this way, and raise it again where it would be dropped."""
     shell.set_custom_exc((KeyboardInterrupt,), _show)
+    before = sys.unraisablehook
+
+    def again(dropped: "sys.UnraisableHookArgs") -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            threading.Timer(AGAIN_S, _thread.interrupt_main).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = again
 
 
 def _show(
