@@ -12,7 +12,9 @@ import pytest
 from jupyter_core.utils import ensure_event_loop
 
 from paceline.notebook.events import Event, Failed, Noticed, Wrote
-from paceline.notebook.fleet import BootView, Fleet, Wish
+from paceline.notebook.fleet.boot import BootView
+from paceline.notebook.fleet.fleet import Fleet
+from paceline.notebook.fleet.placing import Wish
 from tests.conftest import Belongings, _leaks
 from tests.pool import Pool
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
 from paceline.errors import UsageError
-from paceline.notebook.cells import Part, Where, split
-from paceline.notebook.source import logical_lines
+from paceline.notebook.cell.parts import Part, Where, split
+from paceline.notebook.cell.source import logical_lines
 
 
 def ranks(text: str, first_line: int = 1, spec: str | None = None) -> Part:

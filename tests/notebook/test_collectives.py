@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.notebook.collectives import Call, collectives_in
+from paceline.notebook.cell.collectives import Call, collectives_in
 
 
 def names(code: str) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.notebook.events import Died, Failed
-from paceline.notebook.failures import MAX_LINES, RanksFailed
-from paceline.notebook.tracebacks import package_of, without_colours
+from paceline.notebook.page.failures import MAX_LINES, RanksFailed
+from paceline.notebook.page.tracebacks import package_of, without_colours
 from tests.notebook.kernel_cells import run_cells
 
 CELLS = {

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import IllegalMove, UsageError
-from paceline.notebook import interrupt, patience
 from paceline.notebook.events import Cleared, Died, Ended, Failed, Noticed, Showed
-from paceline.notebook.fleet import BootFailed, BootView, Fleet, RankState, Stage, Wish
+from paceline.notebook.fleet import interrupt, patience
+from paceline.notebook.fleet.boot import BootFailed, BootView, Stage
+from paceline.notebook.fleet.fleet import Fleet
+from paceline.notebook.fleet.kernel import RankState
+from paceline.notebook.fleet.placing import Wish
 from tests.notebook.conftest import Record, unseen
 
 BOTH = (0, 1)
@@ -234,6 +237,16 @@ def test_who_waits_for_whom_is_said(fleet: Fleet, monkeypatch: pytest.MonkeyPatc
     assert_group_works(fleet)
 
 
+def test_ranks_that_get_on_are_not_said_to_wait(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "AT_S", (0.1, 0.4, 0.7))
+    monkeypatch.setattr(patience, "AGAIN_S", 0.1)
+    view = Record()
+    fleet.run(
+        "import time\nfor _ in range(25):\n    time.sleep(0.04 * rank); dist.all_reduce(torch.ones(3))", BOTH, view
+    )
+    assert not view.of(Noticed)
+
+
 # Deaths ------------------------------------------------------------------------------------------------------------
 
 
@@ -360,7 +373,8 @@ def test_wishes_that_cannot_be_granted() -> None:
 
 
 DRIVER = """
-from paceline.notebook.fleet import Fleet, Wish
+from paceline.notebook.fleet.fleet import Fleet
+from paceline.notebook.fleet.placing import Wish
 from tests.notebook.conftest import Record, unseen
 
 fleet = Fleet(Wish(2, gpu_ids=()))

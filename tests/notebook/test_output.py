@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.notebook.events import Cleared, Died, Ended, Event, Failed, Noticed, Showed, Wrote
-from paceline.notebook.output import CellView
-from paceline.notebook.screen import Area, Screen
+from paceline.notebook.page.output import CellView
+from paceline.notebook.page.screen import Area, Screen
 from tests.notebook.kernel_cells import run_cells
 
 PNG = {"image/png": "iVBORw0KGgo=", "text/plain": "<Figure>"}
@@ -551,8 +551,8 @@ def test_an_error_is_told_early_when_others_go_on() -> None:
 REAL = """
 import time
 from paceline.notebook.events import *
-from paceline.notebook.output import CellView
-from paceline.notebook.show import IPythonShow
+from paceline.notebook.page.output import CellView
+from paceline.notebook.page.show import IPythonShow
 def cell(*events):
     view = CellView([0, 1], 2, IPythonShow())
     for event in events:

@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.notebook.gantt import COLOURS, LETTER, gantt
-from paceline.notebook.panel import BAR, drawn, panel, widget
+from paceline.notebook.panel.gantt import COLOURS, LETTER, gantt
+from paceline.notebook.panel.panel import BAR, drawn, panel, widget
+from paceline.notebook.panel.verdict import verdict
 from paceline.notebook.rank.timeline import SHOWN_STEPS, collect
-from paceline.notebook.verdict import verdict
 from paceline.observe.timeline import Kind
 from tests import conftest
 from tests.pool import Pool
@@ -89,7 +89,7 @@ def made(exposed: Sequence[Sequence[float]], hidden: float = 1.0, **mean: float)
         means |= {"communication hidden": hidden, "communication exposed": sum(waits) / len(waits), "step": 20.0}
         means |= {"backward": mean.get(f"backward{rank}", 1.0)}
         steps = len(waits)
-        found[rank] = {"module": "Net", "device": "cpu", "size": len(exposed), "steps": steps}
+        found[rank] = {"module": "Net", "device": "cpu", "size": len(exposed), "steps": steps, "after_first": False}
         found[rank] |= {"mean_ms": means, "spans": spans}
     return found
 
@@ -120,7 +120,9 @@ def test_steps_of_the_ranks_are_at_the_same_time(replicas: dict[int, Told]) -> N
 
 def test_without_a_replica_nothing_is_told_and_torch_is_not_loaded() -> None:
     code = (
-        "import sys; from paceline.notebook.rank.timeline import collect; from paceline.notebook.panel import panel;"
+        "import sys\n"
+        "from paceline.notebook.panel.panel import panel\n"
+        "from paceline.notebook.rank.timeline import collect\n"
         "assert panel({0: collect(0)}) == {}; sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -277,11 +279,12 @@ def test_nothing_to_show(told: dict[int, Told]) -> None:
 # ---- the widget, in a real kernel
 
 CELL = """
-import json, os, sys; from paceline.notebook.panel import show_panel, widget
+import json, os, sys; from paceline.notebook.panel.panel import show_panel, widget
 told = {int(rank): told for rank, told in json.load(open('told.json')).items()}
 assert widget(told) is None, 'no notebook yet'
 os.environ['JPY_SESSION_NAME'] = 'a.ipynb'
-show_panel(told)
+make_still = show_panel(told)
+make_still()
 assert 'torch' not in sys.modules
 """
 # In a process of its own: jupyter_client keeps an event loop.
@@ -318,3 +321,5 @@ def test_the_widget_of_a_notebook(late: dict[int, Told], tmp_path: Path) -> None
     (shown,) = [content["data"] for kind, content in heard if kind == "display_data"]
     assert shown.keys() == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
     assert "rank 1 is late" in shown["text/plain"]
+    (still,) = [content["data"] for kind, content in heard if kind == "update_display_data"]
+    assert still == {kind: shown[kind] for kind in ("text/html", "text/plain")}

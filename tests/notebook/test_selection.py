@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.notebook.selection import parse_ranks
+from paceline.notebook.cell.selection import parse_ranks
 
 
 @pytest.mark.parametrize(

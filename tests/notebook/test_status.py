@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from paceline.notebook.kernel import RankFacts, RankState
-from paceline.notebook.status import tree
+from paceline.notebook.fleet.kernel import RankFacts, RankState
+from paceline.notebook.page.status import tree
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -243,10 +243,11 @@ def test_what_was_not_packed_is_refused(content: dict[str, Any], words: str) -> 
 def test_plain_values_do_not_load_torch_or_numpy() -> None:
     code = (
         "import sys, json\n"
-        "from paceline.notebook import cells, collectives, selection, source, values\n"
+        "from paceline.notebook import values\n"
+        "from paceline.notebook.cell import collectives, parts, selection\n"
         "content, buffers = values.pack({'a': [1, 2.5, 'x', b'y', (None, {3})]}, 'x')\n"
         "assert values.unpack(content, buffers) == {'a': [1, 2.5, 'x', b'y', (None, {3})]}\n"
-        "cells.split('x = 1'); collectives.collectives_in('x = 1'); selection.parse_ranks('0', 2)\n"
+        "parts.split('x = 1'); collectives.collectives_in('x = 1'); selection.parse_ranks('0', 2)\n"
         "print(json.dumps([name for name in ('torch', 'numpy') if name in sys.modules]))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.notebook.waiting import notice
+from paceline.notebook.fleet.waiting import notice
 
 
 def at(line: int | None, source: str = "", waits_in: str | None = None) -> Mapping[str, Any]:

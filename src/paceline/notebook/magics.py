@@ -12,10 +12,10 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from paceline.errors import UsageError
 from paceline.launch.lines import spans
-from paceline.notebook import status
-from paceline.notebook.boot_screen import BootScreen
-from paceline.notebook.fleet import BootFailed
+from paceline.notebook.fleet.boot import BootFailed
 from paceline.notebook.options import wish_of
+from paceline.notebook.page import status
+from paceline.notebook.page.boot_screen import BootScreen
 from paceline.notebook.session import Session
 
 _Magic = TypeVar("_Magic", bound=Callable[..., Any])
@@ -47,7 +47,7 @@ class DistMagics(Magics):
 
     @magic_arguments()
     @argument("-n", "--num-processes", type=int, help="how many ranks (default: one per GPU; 2 without GPUs)")
-    @argument("-g", "--gpu-ids", help="the GPUs of ranks 0, 1, …, as in 1,2")
+    @argument("-g", "--gpu-ids", help="the GPUs of ranks 0, 1, …, as in 1,2; cpu for none")
     @argument(
         "--lanes", type=int, help="lanes of every replica that the cells make: the same bits on any number of ranks"
     )
@@ -219,7 +219,9 @@ class DistMagics(Magics):
 
     def _count(self) -> int:
         assert self.shell is not None
-        return int(self.shell.execution_count)
+        # Not execution_count: newer versions of IPython count on before the cell runs, older ones after it.
+        history: Any = self.shell.history_manager
+        return len(history.input_hist_raw) - 1
 
     def _say(self, text: str) -> None:
         print(text)  # noqa: T201 - the output of a magic

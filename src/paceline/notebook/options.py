@@ -2,7 +2,7 @@
 
 from paceline.errors import UsageError
 from paceline.launch.devices import gpu_count
-from paceline.notebook.placing import Wish
+from paceline.notebook.fleet.placing import Wish
 
 FEW = 2
 TRANSPORTS = ("auto", "shm", "torch")
@@ -25,8 +25,10 @@ def wish_of(
             f"start ranks on several machines with paceline run"
         )
     chosen = None if gpu_ids is None else _numbers(gpu_ids)
-    if size is None:
-        size = len(chosen) if chosen else gpu_count() or FEW
+    if size is None and chosen is None:
+        size = gpu_count() or FEW
+    elif size is None:
+        size = len(chosen or ()) or FEW
     if size < 1:
         raise UsageError(f"expected --num-processes of at least 1, got {size}")
     if chosen and len(chosen) > size:
@@ -46,7 +48,9 @@ def wish_of(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    if text.lower() in ("cpu", "none"):
+        return ()
     given = text.strip("[]() ").replace(" ", "").split(",")
     if not all(one.isdigit() for one in given):
-        raise UsageError(f"expected GPUs as numbers with commas, as in --gpu-ids 1,2, got {text!r}")
+        raise UsageError(f"expected GPUs as numbers with commas, as in --gpu-ids 1,2, or cpu, got {text!r}")
     return tuple(map(int, given))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from IPython.core.inputtransformer2 import leading_indent
 
 from paceline.errors import UsageError
-from paceline.notebook.cells import Part, Where, split
+from paceline.notebook.cell.parts import Part, Where, split
 from paceline.notebook.session import Session
 
 # After these lines of a cell there are ranks, whether there were some before it or not.

@@ -6,14 +6,16 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.launch.lines import spans
-from paceline.notebook.collectives import collectives_in
+from paceline.notebook.cell.collectives import collectives_in
+from paceline.notebook.cell.selection import parse_ranks
 from paceline.notebook.events import Noticed
-from paceline.notebook.failures import RanksFailed
-from paceline.notebook.fleet import Fleet, RankState, Wish
-from paceline.notebook.output import CellView
-from paceline.notebook.panel import show_panel
-from paceline.notebook.selection import parse_ranks
-from paceline.notebook.show import IPythonShow
+from paceline.notebook.fleet.fleet import Fleet
+from paceline.notebook.fleet.kernel import RankState
+from paceline.notebook.fleet.placing import Wish
+from paceline.notebook.page.failures import RanksFailed
+from paceline.notebook.page.output import CellView
+from paceline.notebook.page.show import IPythonShow
+from paceline.notebook.panel.panel import show_panel
 from paceline.notebook.values import pack, unpack
 
 NO_RANKS = "there are no ranks yet: start them with %dist_init --num-processes 2"
@@ -30,6 +32,7 @@ class Session:
         self._wish: Wish | None = None
         self.mode_on = False
         self.panel_on = True
+        self._make_last_panel_still: Callable[[], None] = lambda: None
 
     @property
     def fleet(self) -> Fleet:
@@ -93,6 +96,8 @@ class Session:
         view = CellView(ranks, fleet.size, IPythonShow())
         if len(ranks) < fleet.size and (warning := _would_wait(code, ranks, fleet.size, first_line)):
             view.take(Noticed(warning), time.monotonic())
+        self._make_last_panel_still()
+        self._make_last_panel_still = lambda: None
         began_ns = time.perf_counter_ns()
         outcome = fleet.run(code, ranks, view, count=count, first_line=first_line)
         if self.panel_on and outcome.seconds > WORTH_A_PANEL_S and not outcome.deaths and not outcome.interrupted:
@@ -102,7 +107,7 @@ class Session:
 
     def _show_panel(self, ranks: Sequence[int], began_ns: int) -> None:
         answers = self.fleet.request("timeline", {"since_ns": began_ns}, ranks=ranks)
-        show_panel({rank: answer.content for rank, answer in answers.items()})
+        self._make_last_panel_still = show_panel({rank: answer.content for rank, answer in answers.items()})
 
     # ---- variables
 

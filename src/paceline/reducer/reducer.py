@@ -258,6 +258,7 @@ class Reducer:
             self.prepare()
         syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap
         backward = self.backwards.open(task, syncs=syncs, alone=alone)
+        self.trace.stamp(Moment.BACKWARD_ENTERED, self.reductions)
         if alone and not self._hooks and backward.adds is not False:
             self._begin(backward)
         return backward
@@ -314,6 +315,7 @@ class Reducer:
                 self.on_finished()
                 self.set.show_all()
             self.backwards.close()
+            self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions)
 
     def _finish_alone(self, backward: Backward) -> None:
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)

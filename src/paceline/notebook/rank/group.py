@@ -2,7 +2,7 @@
 
 **Why a file and not a port.** The ranks of a notebook meet over a file in the session's private folder. Nobody listens,
 so no rank is special: any of them may die and be started again while the others live on. Whoever waits at the file of
-an old generation can be freed from outside, by making the file unreadable (`notebook/interrupt.py`).
+an old generation can be freed from outside, by making the file unreadable (`notebook/fleet/interrupt.py`).
 """
 
 import sys

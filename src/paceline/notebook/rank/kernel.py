@@ -36,6 +36,8 @@ class RankKernel(IPythonKernel):
         self._group = Group(self.place)
         self._requests = Requests(self.shell, self.place, self._group)
         interrupted.install(self.shell)
+        # tqdm and others look there for whether they can draw widgets, which reach no page from here.
+        self.shell.config.pop("IPKernelApp", None)
         # C libraries hold back what they print, since nobody told them that someone looks on.
         libc = ctypes.CDLL(None)
         self.shell.events.register("post_execute", lambda: libc.fflush(None))

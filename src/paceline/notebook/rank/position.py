@@ -16,16 +16,32 @@ AUTOGRAD = str(Path("torch", "autograd", "graph.py"))
 
 
 def position(shell: Any) -> dict[str, Any]:
-    """The line of the cell, and what it waits in, if it waits for other ranks."""
+    """The line of the cell, what it waits in, if it waits for other ranks, and how many collectives it has begun."""
     main = threading.main_thread()
     frames = list(_frames(sys._current_frames().get(main.ident or 0)))
     cell = next((frame for frame in frames if frame.f_code.co_filename.startswith(get_tmp_directory())), None)
-    found: dict[str, Any] = {"line": None, "source": "", "waits_in": _wait(frames, main.native_id), "cell": None}
+    found: dict[str, Any] = {
+        "line": None,
+        "source": "",
+        "waits_in": _wait(frames, main.native_id),
+        "cell": None,
+        "begun": _begun(),
+    }
     if cell is not None:
         found["line"] = cell.f_lineno
         found["source"] = linecache.getline(cell.f_code.co_filename, cell.f_lineno).strip()
         found["cell"] = shell.execution_count
     return found
+
+
+def _begun() -> int | None:
+    """Of torch's default group. It tells a rank that is stuck from one that is in the same line of a loop again."""
+    torch: Any = sys.modules.get("torch")
+    group = None if torch is None else torch.distributed.group.WORLD
+    try:
+        return None if group is None else int(group._get_sequence_number_for_group())
+    except RuntimeError:  # the group is being left, or of a kind that does not count
+        return None
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

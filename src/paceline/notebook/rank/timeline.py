@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer
 
 SHOWN_STEPS = 8
+FIRST = 1
 
 
 def collect(since_ns: int) -> dict[str, Any]:
     """Of every replica of this process that has reduced since then: the spans of its last steps, and means over all.
+
+    A replica's very first step, in which it lays out its buckets, is left out when there are others.
 
     Times are those of `time.perf_counter_ns`, which on Linux is CLOCK_MONOTONIC: they compare between the processes
     of one machine. On a GPU they are the host's: when kernels were launched and waited for.
@@ -33,15 +36,18 @@ def _read(name: str, reducer: "Reducer", since_ns: int) -> dict[str, Any] | None
         return None
     spans = read_timeline(recent)
     steps = list(dict.fromkeys(span.step for span in spans))
-    if len(steps) > 1 and reducer.trace.forgets and len(recent) == len(stamps):  # the begin of the first may be lost
-        partial, *steps = steps
-        spans = [span for span in spans if span.step != partial]
+    is_partial = reducer.trace.forgets and len(recent) == len(stamps)  # the begin of the first step may be lost
+    is_first = steps[:1] == [FIRST]
+    if len(steps) > 1 and (is_partial or is_first):
+        del steps[0]
+        spans = [span for span in spans if span.step in steps]
     shown = set(steps[-SHOWN_STEPS:])
     return {
         "module": name,
         "device": str(reducer.set.layout.params[0].device),
         "size": reducer.transport.size,
         "steps": len(steps),
+        "after_first": is_first and FIRST not in steps,
         "mean_ms": mean_ms(spans),
         "spans": [[span.kind.value, *span[1:]] for span in spans if span.step in shown],
     }

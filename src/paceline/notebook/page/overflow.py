@@ -4,7 +4,7 @@ from collections import deque
 
 from paceline.launch.lines import Fold
 from paceline.notebook.events import Wrote
-from paceline.notebook.screen import Screen
+from paceline.notebook.page.screen import Screen
 
 MAX_SHOWN = 1 << 20
 # Ranks that write the same are folded, which costs time for each of them.

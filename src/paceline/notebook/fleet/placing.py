@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 from paceline.errors import UsageError
 from paceline.launch.devices import gpu_count
 from paceline.launch.seat import LOOPBACK, SECRET_NAME
-from paceline.world.environment import is_loopback
 
 # What the user's own kernel was told about itself by the one who started it.
 NOT_FOR_RANKS = (SECRET_NAME, "JPY_PARENT_PID", "JPY_INTERRUPT_EVENT", "JPY_SESSION_NAME")
-TRANSPORTS = ("auto", "shm", "torch")
-SIZE_ON_CPUS = 2
 
 
 @dataclass(frozen=True)
@@ -23,47 +20,6 @@ class Wish:
     gpu_ids: tuple[int, ...] | None = None
     backend: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-
-
-def wish_of(
-    *,
-    size: int | None = None,
-    gpu_ids: str | None = None,
-    lanes: int | None = None,
-    transport: str | None = None,
-    backend: str | None = None,
-    master_addr: str | None = None,
-) -> Wish:
-    """A wish from what stands behind %dist_init. Without a size there is a rank for each GPU, or 2 on CPUs."""
-    if master_addr and not is_loopback(master_addr):
-        raise UsageError(
-            f"master_addr={master_addr} is another machine: expected 127.0.0.1 or nothing, since the ranks of a "
-            f"notebook run on the machine of its kernel"
-        )
-    if transport is not None and transport not in TRANSPORTS:
-        raise UsageError(f"transport={transport!r} is not known: expected one of {', '.join(TRANSPORTS)}")
-    if lanes is not None and lanes < 1:
-        raise UsageError(f"lanes must be a whole number of at least 1, got {lanes}")
-    chosen = None if gpu_ids is None else _numbers(gpu_ids)
-    environment = {}
-    if lanes is not None:
-        environment["PACELINE_LANES"] = str(lanes)
-    if transport is not None:
-        environment["PACELINE_TRANSPORT"] = transport
-    if size is None:
-        size = len(chosen) if chosen else gpu_count() or SIZE_ON_CPUS
-    return Wish(size, chosen, backend, environment)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """ "1,2" or "[1, 2]"; an empty text, "none" or "cpu" is the CPU."""
-    inner = text.strip().strip("[]()").strip()
-    if inner.lower() in ("", "none", "cpu"):
-        return ()
-    try:
-        return tuple(int(part) for part in inner.split(","))
-    except ValueError:
-        raise UsageError(f"gpu ids {text!r} are not numbers: expected for instance 1,2") from None
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from enum import Enum
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.notebook.interrupt import ports_of_others
-from paceline.notebook.kernel import Answer, RankFacts
-from paceline.notebook.switchboard import Switchboard
+from paceline.notebook.fleet.interrupt import ports_of_others
+from paceline.notebook.fleet.kernel import Answer, RankFacts
+from paceline.notebook.fleet.switchboard import Switchboard
 
 BOOT_S = 300.0  # a slow disk; whoever has had enough interrupts
 FORM_S = 45.0  # longer than the ranks themselves wait for each other
@@ -79,6 +79,7 @@ class Boot:
                 "--IPKernelApp.capture_fd_output=False",
                 f"--IPKernelApp.outstream_class={MODULE}.streams.RankStream",
                 "--Application.log_level=ERROR",
+                "--IPCompleter.use_jedi=False",  # it loads for seconds, and rank 0 answers within one or not at all
             )
             self._board.keeping.start(rank, [*command, *options], environments[rank])
 

@@ -8,9 +8,9 @@ from typing import Any
 import zmq
 
 from paceline.notebook.events import Died
-from paceline.notebook.keeping import Gone, Keeping, Started
-from paceline.notebook.kernel import Answer, Kernel, Message
-from paceline.notebook.stop import Stop
+from paceline.notebook.fleet.keeping import Gone, Keeping, Started
+from paceline.notebook.fleet.kernel import Answer, Kernel, Message
+from paceline.notebook.fleet.stop import Stop
 
 ALL = ("iopub", "shell", "stdin", "control")
 AT_ONCE = 256  # messages of one channel in one turn, so that a chatty rank does not hide the others

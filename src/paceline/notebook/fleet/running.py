@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.notebook.events import Died, Ended, Event, Failed, Noticed, View, Wrote
-from paceline.notebook.interrupt import Interruption, close_store
-from paceline.notebook.kernel import Cell
-from paceline.notebook.patience import Patience
-from paceline.notebook.stop import Stop
-from paceline.notebook.switchboard import ALL, Heard, Switchboard
-from paceline.notebook.translate import failed, from_iopub, from_reply
+from paceline.notebook.fleet.interrupt import Interruption, close_store
+from paceline.notebook.fleet.kernel import Cell
+from paceline.notebook.fleet.patience import Patience
+from paceline.notebook.fleet.stop import Stop
+from paceline.notebook.fleet.switchboard import ALL, Heard, Switchboard
+from paceline.notebook.fleet.translate import failed, from_iopub, from_reply
 
 TICK_S = 0.05
 BRISK_S = 0.01  # while ranks are being stopped

@@ -10,29 +10,15 @@ import zmq
 
 from paceline.errors import IllegalMove, UsageError
 from paceline.launch.seat import reserve_port
-from paceline.notebook.boot import Boot, BootFailed, BootView, Stage, form
 from paceline.notebook.events import Died, Noticed, View
-from paceline.notebook.folder import private_folder
-from paceline.notebook.keeping import Keeping
-from paceline.notebook.kernel import Answer, Kernel, RankFacts, RankState
-from paceline.notebook.placing import Seating, Wish, environment_of, seat, wish_of
-from paceline.notebook.running import Group, Outcome, Running, with_line_numbers
-from paceline.notebook.stop import Stop
-from paceline.notebook.switchboard import Switchboard
-
-__all__ = [
-    "Answer",
-    "BootFailed",
-    "BootView",
-    "Fleet",
-    "Outcome",
-    "RankFacts",
-    "RankState",
-    "Seating",
-    "Stage",
-    "Wish",
-    "wish_of",
-]
+from paceline.notebook.fleet.boot import Boot, BootView, form
+from paceline.notebook.fleet.folder import private_folder
+from paceline.notebook.fleet.keeping import Keeping
+from paceline.notebook.fleet.kernel import Answer, Kernel, RankFacts, RankState
+from paceline.notebook.fleet.placing import Wish, environment_of, seat
+from paceline.notebook.fleet.running import Group, Outcome, Running, with_line_numbers
+from paceline.notebook.fleet.stop import Stop
+from paceline.notebook.fleet.switchboard import Switchboard
 
 LEAVE_S = 1.0  # how long ranks have to go by themselves
 KILL_S = 5.0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from paceline.notebook.verdict import show_ms
+from paceline.notebook.panel.verdict import show_ms
 from paceline.observe.timeline import Kind
 
 COLOURS = {

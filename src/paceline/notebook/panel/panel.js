@@ -1,6 +1,6 @@
 // The timelines of all ranks, to zoom into: Ctrl and the wheel zoom at the pointer (the
 // wheel alone scrolls the page, as everywhere), dragging moves, a double click shows all.
-// Draws what notebook/panel.py: drawn() tells. Loads nothing, and puts text in as text.
+// Draws what panel.py: drawn() tells. Loads nothing, and puts text in as text.
 
 const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 64, HEAD = 18, TRACK = 18, FLIGHT = 8, GAP = 12, FOOT = 22;

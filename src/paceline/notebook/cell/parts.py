@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paceline.errors import UsageError
-from paceline.notebook.source import Line, indentation, logical_lines, plain
+from paceline.notebook.cell.source import Line, indentation, logical_lines, plain
 
 # Magics that are ours run in the notebook's kernel, and so do questions about them.
 _OWN_LINE = re.compile(r"%(?:(?:dist_\w+|sync)\b|(?:re|un)?load_ext\s+paceline\b)")

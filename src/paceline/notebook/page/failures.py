@@ -10,7 +10,7 @@ from paceline.launch.failure import End, follows
 from paceline.launch.lines import spans
 from paceline.launch.tracebacks import HEADER, cut
 from paceline.notebook.events import Died, Failed
-from paceline.notebook.tracebacks import Section, draw, read, without_colours
+from paceline.notebook.page.tracebacks import Section, draw, read, without_colours
 
 MAX_LINES = 15  # of one error, on however many ranks
 MAX_MORE = 8  # of each further one

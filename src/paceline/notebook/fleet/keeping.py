@@ -23,7 +23,7 @@ from paceline.launch import keeper
 from paceline.launch.orphans import end_sessions
 from paceline.launch.seat import SECRET_NAME
 from paceline.launch.vitals import kills_for_memory
-from paceline.notebook.raw_output import RawOutput
+from paceline.notebook.fleet.raw_output import RawOutput
 
 KEEPER_S = 10.0
 KEEPER_KILLED = "was ended by the system, since the process that keeps the ranks was killed"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.notebook.events import Cleared, Event, Failed, Showed, Wrote
-from paceline.notebook.kernel import Message
+from paceline.notebook.fleet.kernel import Message
 
 # A widget needs its own kernel on the other side of its channel. Its text form is shown instead.
 WIDGET = "application/vnd.jupyter.widget-view+json"

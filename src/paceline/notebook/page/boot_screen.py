@@ -4,7 +4,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from paceline.notebook.boot import BootView, Stage
+from paceline.notebook.fleet.boot import BootView, Stage
 
 STAGES = tuple(Stage)
 WIDTH = 12

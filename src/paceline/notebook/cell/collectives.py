@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from textwrap import dedent
 
-from paceline.notebook.source import Line, logical_lines, plain
+from paceline.notebook.cell.source import Line, logical_lines, plain
 
 # Names that mean a collective wherever they stand.
 _DISTINCT = re.compile(

@@ -9,6 +9,7 @@ _RULE = re.compile(r"-{5,}\s*")
 _CELL = re.compile(r"\s*(Cell In ?\[\d+\](?:, line \d+)?)")
 _FILE = re.compile(r"""\s*File (?:"(?P<quoted>[^"]+)", line (?P<line>\d+)|(?P<path>.+?):(?P<number>\d+)(?=$|,|\s))""")
 _SKIPPED = re.compile(r"\s*\[\.\.\. skipping")
+_EMPTY = re.compile(r"\s*(?:\d+ #)?\s*")  # also the comments that stand for lines of the notebook's cell
 _ARROW = re.compile(r"\s*-+> ?\d+")
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 _STANDARD = re.compile(r".*/lib/python3(?:\.\d+)?/([^/]+)|<frozen ([^>]+)>")
@@ -125,7 +126,11 @@ class _Piece:
         """Show more lines, those near the arrow first. Returns what room is left."""
         near = sorted(range(len(self.frame.lines)), key=lambda number: abs(number - self.frame.arrow))
         for number in near:
-            if room > 0 and number not in self.shown and without_colours(self.frame.lines[number]).strip():
+            if (
+                room > 0
+                and number not in self.shown
+                and not _EMPTY.fullmatch(without_colours(self.frame.lines[number]))
+            ):
                 self.shown.add(number)
                 room -= 1
         return room

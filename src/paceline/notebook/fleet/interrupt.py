@@ -17,7 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from paceline.notebook.events import Noticed
-from paceline.notebook.switchboard import Heard, Switchboard
+from paceline.notebook.fleet.switchboard import Heard, Switchboard
 
 CUT_AFTER_S = 0.03
 CUT_AFTER_ABORT_S = 0.8

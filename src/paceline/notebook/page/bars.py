@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from paceline.launch.lines import spans
-from paceline.notebook.screen import Area
-from paceline.notebook.show import Show
+from paceline.notebook.page.screen import Area
+from paceline.notebook.page.show import Show
 
 EVERY_S = 0.1
 

@@ -9,7 +9,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.getipython import get_ipython
 from IPython.display import clear_output, publish_display_data
 
-from paceline.notebook.tracebacks import without_colours
+from paceline.notebook.page.tracebacks import without_colours
 
 
 class Show(Protocol):

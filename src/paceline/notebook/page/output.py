@@ -5,15 +5,17 @@ import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from paceline.launch.lines import QUIET_S, Fold, spans
-from paceline.notebook.bars import Board, Boards, Source
 from paceline.notebook.events import Cleared, Died, Ended, Event, Failed, Noticed, Showed, Wrote
-from paceline.notebook.overflow import Overflow
-from paceline.notebook.screen import Area, Screen
-from paceline.notebook.show import Show
+from paceline.notebook.page.bars import Board, Boards, Source
+from paceline.notebook.page.overflow import Overflow
+from paceline.notebook.page.screen import Area, Screen
+from paceline.notebook.page.show import Show
 
 BATCH_S = 0.05
+NOTICE_WIDTH = 110  # pages break longer lines wherever they end
 # A rank that raised is told of at once when others keep the cell going for longer than this.
 TELL_S = 1.0
 # What waits in the fold, beside lines of standard output (1) and error (2).
@@ -210,7 +212,8 @@ class CellView:
                 self._items[number] = self._replaced[name]
 
     def _say(self, text: str) -> None:
-        self._items.append(Item((), "stderr", f"paceline: {text}"))
+        for line in wrap(f"paceline: {text}", NOTICE_WIDTH, subsequent_indent="  ", break_long_words=False):
+            self._items.append(Item((), "stderr", line))
 
     def _tell_of_raised(self, now: float) -> None:
         for rank, (at, what) in list(self._raised.items()):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.launch.tracebacks import cut
-from paceline.notebook.kernel import RankFacts, RankState
+from paceline.notebook.fleet.kernel import RankFacts, RankState
 
 MAX_SOURCE = 60
 _MARKS = {RankState.BOOTING: "…", RankState.IDLE: "✓", RankState.BUSY: "●", RankState.DEAD: "✗"}

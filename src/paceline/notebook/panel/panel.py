@@ -7,14 +7,14 @@ sent is escaped.
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.notebook.gantt import COLOURS, LABELS, gantt
-from paceline.notebook.verdict import verdict
+from paceline.notebook.panel.gantt import COLOURS, LABELS, gantt
+from paceline.notebook.panel.verdict import verdict
 from paceline.observe.timeline import Kind
 
 Replicas = Mapping[int, Mapping[str, Any]]
@@ -70,16 +70,22 @@ def widget(timelines: Mapping[int, Mapping[str, Any]]) -> Any:
     return Timeline(told=drawn(timelines))
 
 
-def show_panel(timelines: Mapping[int, Mapping[str, Any]]) -> None:
-    """Show it below the cell that runs, in the best form there is; nothing when no rank has reduced gradients."""
+def show_panel(timelines: Mapping[int, Mapping[str, Any]]) -> Callable[[], None]:
+    """Show it below the cell that runs, in the best form there is; nothing when no rank has reduced gradients.
+
+    What is returned makes a drawing of a widget: a notebook that is opened again has no widgets, unless its frontend
+    was told to save them, and shows an error in their place.
+    """
     from IPython import display
 
     show: Any = display.display
     shown, bundle = widget(timelines), panel(timelines)
     if shown is not None:
-        show(shown)
-    elif bundle:
+        handle = show(shown, display_id=True)
+        return lambda: handle.update(bundle, raw=True)
+    if bundle:
         show(bundle, raw=True)
+    return lambda: None
 
 
 def drawn(timelines: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -164,7 +170,8 @@ def _rows(replicas: Replicas) -> list[list[str]]:
 
 def _counted(replicas: Replicas) -> str:
     steps = max(int(replica["steps"]) for replica in replicas.values())
-    return f"mean of {steps} steps, ms" if steps > 1 else "one step, ms"
+    after = " after the first" if any(replica["after_first"] for replica in replicas.values()) else ""
+    return f"mean of {steps} steps{after}, ms" if steps > 1 else f"one step{after}, ms"
 
 
 def _number(ms: float) -> str:

@@ -1,0 +1,1 @@
+"""What each rank did in a training cell, as a picture."""
