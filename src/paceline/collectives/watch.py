@@ -118,7 +118,10 @@ class StoreWatch:
         # Each look reads every record, so many ranks look less often: the store serves them all.
         self._look_at = now + LOOK_EVERY_S * max(1.0, self._size / 50)
         self._post_wait(what, waited_s)
-        self._ask(patience_s=0.05)
+        if (lost := self._ask(patience_s=0.05)) is not None:
+            logger.warning(
+                "rank %d lost the group's store and can no longer say who waits for whom: %s", self._rank, lost
+            )
         self._raise_if_lost(what, waited_s)
         self._raise_if_deadlocked()
         if self._reports.due(waited_s):
@@ -192,10 +195,13 @@ class StoreWatch:
         wait = Wait(what, time.time() - waited_s, self._line, self._issued, list(self._recent))
         board.own = replace(board.own, wait=wait, answers=False, blames=[], verdict=None)
 
-    def _ask(self, patience_s: float) -> None:
-        """Bring the records up to date if the store answers soon; otherwise take the answer at a later look."""
+    def _ask(self, patience_s: float) -> str | None:
+        """Bring the records up to date if the store answers soon; otherwise take the answer at a later look.
+
+        Returns why there is no store any more, if that is so since now.
+        """
         if self._board is None:
-            return
+            return None
         if self._asked is None:
             board = self._board
             self._asked_at = time.monotonic()
@@ -203,28 +209,24 @@ class StoreWatch:
         asked = self._asked
         try:
             if not asked.wait(patience_s):
-                return
+                return None
         except RuntimeError as error:
-            self._store_failed(error)
-            return
+            return self._store_failed(_one_line(str(error)))
         self._asked = None
         self._records = asked.result()
+        return None
 
-    def _store_failed(self, error: RuntimeError) -> None:
+    def _store_failed(self, error: str) -> str:
         self._store, self._asked = None, None
         host = self._store_host
         known = self._records.get(host) if host is not None else None
         if host is not None and host != self._rank and (known is None or not self._is_local(known) or _dies(known)):
             raise PeerLost(
                 f"rank {host}{_brackets(known)}, which hosts the group's store, does not answer rank {self._rank}: "
-                f"{_one_line(str(error))}; see that rank's own log for the cause",
+                f"{error}; see that rank's own log for the cause",
                 ranks=[host],
             )
-        logger.warning(
-            "rank %d lost the group's store and can no longer say who waits for whom: %s",
-            self._rank,
-            _one_line(str(error)),
-        )
+        return error
 
     def _store_is_silent(self) -> bool:
         return self._asked is not None and time.monotonic() - self._asked_at > 0.4
@@ -257,7 +259,7 @@ class StoreWatch:
             self._post_wait(what, waited_s)
             board.own = replace(board.own, answers=True)
         deadline = time.monotonic() + ANSWER_WITHIN_S
-        while time.monotonic() < deadline:
+        while self._board is not None and time.monotonic() < deadline:  # without a store, nothing more is learnt
             self._ask(patience_s=0.1)
             dead = self._dead()
             if dead:
@@ -266,7 +268,7 @@ class StoreWatch:
             if blamed:
                 return blamed
             time.sleep(0.02)
-        if board is None:
+        if self._board is None:
             return []
         others = [peer for peer in range(self._size) if peer != self._rank]
         known = self._records
