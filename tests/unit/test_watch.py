@@ -4,17 +4,19 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.distributed_c10d import Store
 
 from paceline.collectives import watch as watch_module
 from paceline.collectives.peers import Board, Identity, Record, StoreCall, Wait
-from paceline.collectives.watch import Reports, StoreWatch
+from paceline.collectives.watch import ANSWER_WITHIN_S, Reports, StoreWatch
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent, PeerLost
 
 CLOSED = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:35532. This is typically …")
@@ -117,6 +119,17 @@ def test_without_a_store_waits_are_reported_without_names(caplog: pytest.LogCapt
     assert "for a rank that cannot be named" in caplog.text
     assert watch.absent() == []
     watch.left()
+
+
+def test_a_store_that_is_gone_is_not_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watch = StoreWatch(FileStore(str(tmp_path / "store"), 2), 0, 2)
+    (tmp_path / "store").unlink()
+    (tmp_path / "store").symlink_to("store")
+    began = time.monotonic()
+    error = watch.explain("bucket 0", 0.1, CLOSED)
+    assert isinstance(error, PeerLost) and "which rank died cannot be told" in str(error)
+    assert time.monotonic() - began < ANSWER_WITHIN_S / 2
+    assert not caplog.messages
 
 
 def test_a_dead_peer_is_raised_by_name(store: HashStore) -> None:

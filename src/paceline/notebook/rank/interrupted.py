@@ -7,8 +7,8 @@ longer than all the rest of an interrupt. Of an interrupt only one thing is of i
 there is raised again outside of it.
 """
 
-import _thread
 import linecache
+import signal
 import sys
 import threading
 import traceback
@@ -27,7 +27,9 @@ def install(shell: Any) -> None:
 
     def again(dropped: "sys.UnraisableHookArgs") -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            threading.Timer(AGAIN_S, _thread.interrupt_main).start()
+            # A real signal: it also ends the sleep that the main thread may be in by then.
+            main = threading.main_thread().ident
+            threading.Timer(AGAIN_S, signal.pthread_kill, (main, signal.SIGINT)).start()
         else:
             before(dropped)
 
