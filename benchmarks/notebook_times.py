@@ -2,6 +2,7 @@
 
     python benchmarks/notebook_times.py --json benchmarks/<date>-<hardware>-notebook.json
 
+On a machine with a GPU both ranks share it and talk over gloo, or with --nccl over NCCL.
 Times are the person's: from the cell that is sent, or the stop button, or the kill, to the last word of the kernel.
 """
 
@@ -30,15 +31,16 @@ RANKS = 2
 # Seconds; what a target says of torch's import is added where it is measured.
 TARGETS = {"ready": 1.5, "empty cell": 0.030, "interrupt": 0.3, "death": 0.2, "respawn": 1.0, "error lines": 15}
 BLOCKED = {
-    "all_reduce": "print('in'); dist.all_reduce(torch.ones(1000))",
+    "all_reduce": "print('in'); dist.all_reduce(x); x.sum().item()",
     "barrier": "print('in'); dist.barrier()",
-    "paceline backward": "print('in'); model(torch.randn(8, 16)).sum().backward()",
-    "torch DDP backward": "print('in'); theirs(torch.randn(8, 16)).sum().backward()",
+    "paceline backward": "print('in'); model(x).sum().backward()",
+    "torch DDP backward": "print('in'); theirs(x).sum().backward()",
     "sleep": "import time; print('in'); time.sleep(60)",
 }
 MODELS = """
-model = paceline.DistributedDataParallel(torch.nn.Linear(16, 4))
-theirs = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
+x = torch.ones(8, 16, device=device)
+model = paceline.DistributedDataParallel(torch.nn.Linear(16, 4).to(device))
+theirs = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4).to(device))
 """
 
 
@@ -51,16 +53,16 @@ def import_of_torch() -> float:
     return time.monotonic() - began
 
 
-def measure(repeat: int, folder: Path) -> dict[str, list[float]]:
+def measure(repeat: int, folder: Path, init: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in ("import", "ready", "empty cell", "death", "respawn")}
     found["import"] = [import_of_torch() for _ in range(repeat)]
     notebook = Notebook(folder)
     try:
         notebook.good("%load_ext paceline")
         for _ in range(repeat):
-            found["ready"].append(notebook.good(f"%dist_init -n {RANKS}").seconds)
+            found["ready"].append(notebook.good(init).seconds)
             notebook.good("%dist_shutdown")
-        notebook.good(f"%dist_init -n {RANKS}")
+        notebook.good(init)
         found["empty cell"] = [notebook.good("pass").seconds for _ in range(100)]
         for name, code in BLOCKED.items():
             found[f"interrupt {name}"] = [interrupt(notebook, code) for _ in range(repeat)]
@@ -72,6 +74,13 @@ def measure(repeat: int, folder: Path) -> dict[str, list[float]]:
     finally:
         notebook.close()
     return found
+
+
+def take_each_rank_for_a_host(folder: Path) -> None:
+    """NCCL refuses two ranks of one host on one GPU."""
+    name = "NCCL_HOSTID"
+    (folder / "sitecustomize.py").write_text(f"import os\nos.environ['{name}'] = 'rank' + os.environ.get('RANK', '')\n")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
 def interrupt(notebook: Notebook, code: str) -> float:
@@ -115,10 +124,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--nccl", action="store_true", help="ranks that share a GPU talk over NCCL")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
+    init = f"%dist_init -n {RANKS}"
+    if given.nccl:
+        take_each_rank_for_a_host(folder)
+        init += " --backend cpu:gloo,cuda:nccl"
     try:
-        found = measure(given.repeat, folder)
+        found = measure(given.repeat, folder, init)
     finally:
         shutil.rmtree(folder)
     rows = judge(found)
