@@ -34,7 +34,7 @@ BLOCKED = {
     "all_reduce": "print('in'); dist.all_reduce(x); x.sum().item()",
     "barrier": "print('in'); dist.barrier()",
     "paceline backward": "print('in'); model(x).sum().backward()",
-    "torch DDP backward": "print('in'); theirs(x).sum().backward()",
+    "torch DDP backward": "print('in'); theirs(x).sum().backward(); x.sum().item()",
     "sleep": "import time; print('in'); time.sleep(60)",
 }
 MODELS = """

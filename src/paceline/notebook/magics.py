@@ -30,6 +30,10 @@ def _plainly(magic: _Magic) -> _Magic:
             return magic(*args, **kwargs)
         except (UsageError, BootFailed) as error:
             raise ShellUsageError(str(error)) from None
+        except KeyboardInterrupt as stopped:
+            name = magic.__name__
+            stopped._render_traceback_ = lambda: [f"KeyboardInterrupt: %{name} was stopped"]  # type: ignore[attr-defined]
+            raise
 
     return told  # type: ignore[return-value]
 

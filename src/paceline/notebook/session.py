@@ -1,7 +1,7 @@
 """The ranks behind one notebook: whether there are any, and whether plain cells go to them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.errors import UsageError
@@ -10,7 +10,7 @@ from paceline.notebook.cell.collectives import collectives_in
 from paceline.notebook.cell.selection import parse_ranks
 from paceline.notebook.events import Noticed
 from paceline.notebook.fleet.fleet import Fleet
-from paceline.notebook.fleet.kernel import RankState
+from paceline.notebook.fleet.kernel import Answer, RankState
 from paceline.notebook.fleet.placing import Wish
 from paceline.notebook.page.failures import RanksFailed
 from paceline.notebook.page.output import CellView
@@ -116,11 +116,9 @@ class Session:
         ranks = self.living(spec)
         answers = self.fleet.request("pull", {"name": name}, ranks=ranks, within_s=VALUES_S)
         values: dict[int, object] = {}
+        self._check_answers(ranks, answers)
         for rank in ranks:
-            answer = answers[rank]
-            if "error" in answer.content:
-                raise UsageError(f"rank {rank}: {answer.content['error']}")
-            values[rank] = unpack(answer.content, answer.buffers)
+            values[rank] = unpack(answers[rank].content, answers[rank].buffers)
         return values[ranks[0]] if len(ranks) == 1 else values
 
     def push(self, name: str, value: object, spec: str | None) -> tuple[int, ...]:
@@ -128,10 +126,19 @@ class Session:
         ranks = self.living(spec)
         content, buffers = pack(value, name)
         answers = self.fleet.request("push", {"name": name, **content}, ranks=ranks, buffers=buffers, within_s=VALUES_S)
-        for rank, answer in answers.items():
-            if "error" in answer.content:
-                raise UsageError(f"rank {rank}: {answer.content['error']}")
+        self._check_answers(ranks, answers)
         return ranks
+
+    def _check_answers(self, ranks: Sequence[int], answers: Mapping[int, Answer]) -> None:
+        for rank in ranks:
+            if rank in answers and answers[rank].error:
+                raise UsageError(f"rank {rank}: {answers[rank].error}")
+        silent = [rank for rank in ranks if rank not in answers]
+        if silent:
+            self.living(",".join(map(str, silent)))  # one that died meanwhile is named
+            raise UsageError(
+                f"{_named(silent)} did not answer within {VALUES_S:.0f} s: look with %dist_status what it does"
+            )
 
 
 def _would_wait(code: str, ranks: Sequence[int], size: int, first_line: int) -> str | None:

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from paceline.errors import PacelineError
-from paceline.notebook.fleet.interrupt import ports_of_others
+from paceline.notebook.fleet.interrupt import close_store, ports_of_others
 from paceline.notebook.fleet.kernel import Answer, RankFacts
 from paceline.notebook.fleet.switchboard import Switchboard
 
@@ -145,6 +145,7 @@ def form(board: Switchboard, generation: int, store: Path, backend: str) -> dict
         channel="shell",
         kind="paceline_form",
         within_s=FORM_S,
+        when_one_dies=lambda: close_store(store),  # or the others wait for it as long as they can
     )
     errors: dict[int, str] = {}
     for rank in everyone:

@@ -13,6 +13,7 @@ from paceline.launch.seat import reserve_port
 from paceline.notebook.events import Died, Noticed, View
 from paceline.notebook.fleet.boot import Boot, BootView, form
 from paceline.notebook.fleet.folder import private_folder
+from paceline.notebook.fleet.interrupt import close_store
 from paceline.notebook.fleet.keeping import Keeping
 from paceline.notebook.fleet.kernel import Answer, Kernel, RankFacts, RankState
 from paceline.notebook.fleet.placing import Wish, environment_of, seat
@@ -78,14 +79,15 @@ class Fleet:
     def close(self) -> None:
         """End all ranks, politely and then not, and all they have started. May be called again."""
         board, self._board = self._board, None
-        try:
-            if board is not None:
-                _ask_to_leave(board)
-        finally:
-            if board is not None:
-                for kernel in board.kernels:
-                    kernel.close()
-            self._undo.close()
+        with Stop():  # whoever stops the start of the ranks may press twice; the end is near
+            try:
+                if board is not None:
+                    _ask_to_leave(board)
+            finally:
+                if board is not None:
+                    for kernel in board.kernels:
+                        kernel.close()
+                self._undo.close()
 
     # What is known -------------------------------------------------------------------------------------------------
 
@@ -233,6 +235,7 @@ class Fleet:
         try:
             self._boot(ranks, show)
         except BaseException:
+            close_store(self._store)  # the others may wait there for the new ones
             self._kill([rank for rank in ranks if board.kernels[rank].state is RankState.BOOTING])
             raise
 

@@ -1,7 +1,7 @@
 """All channels of all ranks in one place: waiting for what they say, and asking them."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,7 @@ class Switchboard:
         kind: str = "paceline_request",
         buffers: Sequence[bytes] = (),
         within_s: float,
+        when_one_dies: Callable[[], None] = lambda: None,
     ) -> dict[int, Answer]:
         """Send a message to each rank and wait for the answers. Who died or did not answer in time is left out."""
         names = {
@@ -118,7 +119,10 @@ class Switchboard:
                 if heard.message["parent_header"].get("msg_id") == names.get(heard.rank, ""):
                     found[heard.rank] = Answer.of(heard.message)
             living = self.living()
-            names = {rank: name for rank, name in names.items() if rank in living or rank in found}
+            left_over = {rank: name for rank, name in names.items() if rank in living or rank in found}
+            if len(left_over) < len(names):
+                names = left_over
+                when_one_dies()
         return found
 
 

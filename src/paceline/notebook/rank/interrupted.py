@@ -11,8 +11,8 @@ import linecache
 import signal
 import sys
 import threading
-import traceback
-from types import TracebackType
+from collections.abc import Iterator
+from types import CodeType, TracebackType
 from typing import Any
 
 from ipykernel.compiler import get_tmp_directory
@@ -56,7 +56,7 @@ def _show(
 
 def _frames(shell: Any, trace: TracebackType | None) -> list[str]:
     """Those of cells, and the one in which it was raised."""
-    walked = [(frame.f_code, number) for frame, number in traceback.walk_tb(trace)]
+    walked = list(_walk(trace))
     found = []
     for place, (code, number) in enumerate(walked):
         source = linecache.getline(code.co_filename, number).rstrip("\n")
@@ -66,3 +66,14 @@ def _frames(shell: Any, trace: TracebackType | None) -> list[str]:
         elif place == len(walked) - 1:
             found.append(f"File {code.co_filename}:{number}, in {code.co_name}\n---> {number} {source}\n")
     return found
+
+
+def _walk(trace: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
+    """The code and the line of each frame. The jump back to the head of a loop, where signals are looked for, may have
+    no line of its own: then it is that of what ran before."""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        lines = [line for start, _, line in code.co_lines() if line is not None and start <= trace.tb_lasti]
+        number: int | None = trace.tb_lineno  # typeshed does not know that there may be none
+        yield code, number or (lines[-1] if lines else code.co_firstlineno)
+        trace = trace.tb_next
