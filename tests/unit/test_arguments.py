@@ -10,6 +10,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from paceline.collectives import LocalTransport
 from paceline.errors import PacelineError, UsageError
+from paceline.replica.arguments import or_from_environment
 from tests.models import DDP
 
 
@@ -144,3 +145,13 @@ def test_the_deprecated_arguments_warn_as_torch_does() -> None:
         DDP(linear(), transport=LocalTransport(), broadcast_buffers=True)
     with pytest.warns(FutureWarning, match="`check_reduction` argument"):
         DDP(linear(), transport=LocalTransport(), check_reduction=True)
+
+
+def test_the_environment_says_what_the_constructor_was_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_LANES", "3")
+    monkeypatch.setenv("PACELINE_TRANSPORT", "shm")
+    assert or_from_environment("auto", None) == ("shm", 3)
+    assert or_from_environment("torch", 2) == ("torch", 2)
+    monkeypatch.setenv("PACELINE_LANES", "many")
+    with pytest.raises(UsageError, match="PACELINE_LANES='many' is not a number of lanes"):
+        or_from_environment("auto", None)
