@@ -71,6 +71,7 @@ def test_nothing_to_run(cell: str) -> None:
         ("%%rank !0", "!0"),
         ("%%rank![0,1]", "![0,1]"),
         ("%%rank", ""),
+        (" %%rank 0", "0"),
         ("%%distributed", None),
         ("%%distributed  # all of them", None),
         ("%%distributed [1]", "[1]"),

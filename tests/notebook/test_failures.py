@@ -30,6 +30,7 @@ CELLS = {
     "library": "import json\njson.loads('{')",
     "note": "error = ValueError('said')\nerror.add_note('and noted')\nraise error",
     "exit": "raise SystemExit(3)",
+    "worker": "raise ValueError('in a worker\\nOriginal Traceback (most recent call last):\\n  a\\n  b\\nKeyError: 3')",
     "wide": "raise ValueError('x' * 5000)",
     "magic": "%time f(2)",
     "loop": "for i in range(3):\n    # one\n    x = torch.zeros(2, 5)\n    y = net(x)\n    print(y)",
@@ -93,6 +94,11 @@ def test_the_users_own_line_is_kept_with_its_arrow(errors: dict[str, Failed]) ->
     }
     for name, arrow in arrows.items():
         assert arrow in rendered(*on(errors[name], range(2))), name
+
+
+def test_the_error_of_a_worker_is_told_with_its_own_last_line(errors: dict[str, Failed]) -> None:
+    lines = rendered(*on(errors["worker"], range(2)))
+    assert lines[-4] == "ValueError: in a worker" and lines[-1] == "KeyError: 3"
 
 
 def test_an_error_in_a_cell_reads_as_ipython_shows_it(errors: dict[str, Failed]) -> None:

@@ -145,7 +145,7 @@ def test_an_empty_cell_is_quick(fleet: Fleet, capsys: pytest.CaptureFixture[str]
         ran(fleet, "")
         took.append(time.perf_counter() - began)
     told(capsys, f"an empty cell: {statistics.median(took) * 1000:.1f} ms")
-    assert statistics.median(took) < 0.3
+    assert statistics.median(took) < SOON_S
 
 
 def test_values_and_facts(fleet: Fleet) -> None:
@@ -190,8 +190,11 @@ BLOCKED = {
     "child": "!sleep 100",
     "await": "import asyncio; await asyncio.sleep(100)",
     "destructor": "type('Slow', (), {'__del__': lambda self: time.sleep(100)})(); time.sleep(100)",
+    "flood": "import subprocess; subprocess.run(['yes'])",
     "torch's DDP": "theirs(torch.ones(1, 3)).sum().backward()",
     "our DDP": "ours(torch.ones(1, 3)).sum().backward()",
+    # Python looks for signals in a jump that may have no line number.
+    "loop": "for i in range(10**12):\n    if i % 2:\n        pass",
 }
 
 
@@ -205,7 +208,9 @@ def replicas(fleet: Fleet) -> None:
 @pytest.mark.parametrize("what", BLOCKED)
 @pytest.mark.usefixtures("replicas")
 def test_interrupt(fleet: Fleet, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    stop(fleet, BLOCKED[what], capsys)
+    view = stop(fleet, BLOCKED[what], capsys)
+    assert "AssertionError" not in [event.name for event in view.of(Failed)]
+    assert not view.text(0, "stderr")
     assert_group_works(fleet)
     assert ran(fleet, "print(kept.tolist())").text(1) == "[1.0, 1.0, 1.0]\n"
 
@@ -238,11 +243,10 @@ def test_who_waits_for_whom_is_said(fleet: Fleet, monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranks_that_get_on_are_not_said_to_wait(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "AT_S", (0.1, 0.4, 0.7))
-    monkeypatch.setattr(patience, "AGAIN_S", 0.1)
+    monkeypatch.setattr(patience, "AT_S", (0.1,))
     view = Record()
     fleet.run(
-        "import time\nfor _ in range(25):\n    time.sleep(0.04 * rank); dist.all_reduce(torch.ones(3))", BOTH, view
+        "import time\nfor _ in range(35):\n    time.sleep(0.04 * rank); dist.all_reduce(torch.ones(3))", BOTH, view
     )
     assert not view.of(Noticed)
 
@@ -301,12 +305,13 @@ def test_death_while_another_rank_waits(fleet: Fleet, capsys: pytest.CaptureFixt
 def test_last_words(fleet: Fleet) -> None:
     view = Record()
     outcome = fleet.run(
-        "import ctypes, os\nif rank:\n    ctypes.string_at(0)\nos.write(2, b'last words\\n'); os._exit(3)",
+        "import ctypes, os\nif rank:\n    ctypes.string_at(0)\n"
+        "os.system('echo emptied > /dev/stderr'); os.write(2, b'last words\\n'); os._exit(3)",
         BOTH,
         view,
     )
     left, crashed = sorted(outcome.deaths, key=lambda died: died.rank)
-    assert (left.how, left.words) == ("exited with 3", ("last words",))
+    assert (left.how, left.words) == ("exited with 3", ("emptied", "last words"))
     assert crashed.how == "was killed by SIGSEGV" and "Segmentation fault" in crashed.words[0]
     assert "string_at" in crashed.words[1] and len(crashed.words) < 10
     with pytest.raises(UsageError, match=r"\[1\] are dead too"):
@@ -323,7 +328,8 @@ def test_death_between_cells_and_of_the_keeper(fleet: Fleet) -> None:
     while not fleet.ranks()[1].died and time.monotonic() < until:
         time.sleep(0.05)
     view = Record()
-    fleet.run("print(1)", [0], view)  # the death of a rank that is not asked is told, and is no failure
+    outcome = fleet.run("print(1)", [0], view)
+    assert not outcome.deaths, "the death of a rank that is not asked is told, and is no failure"
     assert [died.how for died in view.of(Died)] == ["exited with 5"] and view.text(0) == "1\n"
     assert fleet.ranks()[1].died == "exited with 5"
 
@@ -373,6 +379,7 @@ def test_wishes_that_cannot_be_granted() -> None:
 
 
 DRIVER = """
+import os, time
 from paceline.notebook.fleet.fleet import Fleet
 from paceline.notebook.fleet.placing import Wish
 from tests.notebook.conftest import Record, unseen
@@ -387,7 +394,12 @@ loader = torch.utils.data.DataLoader(range(100), num_workers=1, persistent_worke
 batches = iter(loader)
 print(os.getpid(), child.pid, *(worker.pid for worker in batches._workers))
 ''', (0, 1), view)
-print(view.text(0), view.text(1), flush=True)
+forked = os.fork()  # as multiprocessing does; it has all that the driver had open
+if not forked:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    time.sleep(60)
+    os._exit(0)
+print(view.text(0), view.text(1), forked, flush=True)
 fleet.run("time.sleep(1000)", (0, 1), Record())
 """
 
@@ -402,7 +414,7 @@ def test_killing_the_users_kernel_leaves_nothing() -> None:
     )
     try:
         assert driver.stdout is not None
-        pids = [int(word) for word in (driver.stdout.readline() + driver.stdout.readline()).split()]
+        *pids, forked = [int(word) for _ in range(3) for word in driver.stdout.readline().split()]
         assert len(pids) == 6 and all(alive(pid) for pid in pids)
     finally:
         driver.kill()
@@ -411,6 +423,8 @@ def test_killing_the_users_kernel_leaves_nothing() -> None:
     while any(alive(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.01)
     assert not [pid for pid in pids if alive(pid)]
+    assert alive(forked)
+    os.kill(forked, signal.SIGKILL)
 
 
 def alive(pid: int) -> bool:

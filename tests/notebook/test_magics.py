@@ -1,6 +1,9 @@
 """The magics in a real kernel, with two real ranks behind it. The tests build on each other, as cells do."""
 
+import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,6 +167,50 @@ def test_a_magic_does_not_shift_the_lines_of_an_error(notebook: Notebook) -> Non
     assert "line 2" in notebook.run("%%local\n1 / 0").error
 
 
+def test_a_cell_magic_with_nothing_where_something_belongs(notebook: Notebook) -> None:
+    assert "expected ranks behind %%rank" in notebook.run("%%rank\n1").all
+    assert not notebook.good("%%rank 0").all.strip()
+
+
+def test_exit_ends_the_cell_and_not_the_ranks(notebook: Notebook) -> None:
+    found = notebook.run("exit()\nprint('further')")
+    assert not found.ok and "%dist_shutdown ends them" in found.error and not found.stdout
+    time.sleep(0.3)  # IPython would be gone after a tenth of a second
+    notebook.good("pass")
+
+
+def test_bars_of_tqdm_are_text_also_where_it_would_draw_widgets(notebook: Notebook) -> None:
+    pytest.importorskip("tqdm")
+    code = "from tqdm.auto import tqdm\nfrom tqdm.notebook import trange\nfor _ in tqdm(range(3)): pass\n"
+    found = notebook.good(code + "for _ in trange(3): pass")
+    assert "3/3" in str(found.shown) + found.all
+
+
+def test_what_names_a_cell_is_the_same_on_all_ranks(notebook: Notebook) -> None:
+    said = notebook.good("import warnings; warnings.warn('odd'); print((lambda: 0).__code__.co_filename)").said
+    assert said[0] == said[1]
+
+
+def test_half_a_surrogate_pair_takes_nothing_with_it(notebook: Notebook) -> None:
+    assert notebook.good(r"print('é\ud800')").said == both(r"é\ud800")
+
+
+def test_breakpoint_asks(notebook: Notebook) -> None:
+    notebook.client.allow_stdin = False
+    try:
+        found = notebook.run("breakpoint()")
+    finally:
+        notebook.client.allow_stdin = True
+    assert "asks for input, and nobody can answer" in found.all
+    notebook.good("pass")
+
+
+def test_sync_needs_no_name_of_the_user(notebook: Notebook) -> None:
+    notebook.good("dist = None")
+    assert "all 2 ranks are there" in notebook.good("%sync").stdout
+    notebook.good("import torch.distributed as dist")
+
+
 # ---------------------------------------------------------------------------------------------------- the stop button
 
 
@@ -207,9 +254,23 @@ def test_a_rank_that_dies_is_named_and_brought_back(notebook: Notebook) -> None:
     assert notebook.good("s = torch.ones(1); dist.all_reduce(s); print(s.item())").said == both("2.0")
 
 
+def test_a_death_and_a_stop_while_ranks_start(notebook: Notebook) -> None:
+    pid = pids(notebook)[0]
+    found = notebook.run("%dist_restart 1", when={"starting Python": lambda: os.kill(pid, signal.SIGKILL)})
+    assert "rank 0 went while others started: it was killed by SIGKILL" in found.all and found.seconds < 25
+    found = notebook.run("%dist_restart all", stop_at="starting Python")
+    assert found.error == "KeyboardInterrupt: %dist_restart was stopped"
+    notebook.good("%dist_restart all")
+
+
 def test_kill_and_reset(notebook: Notebook) -> None:
     before = pids(notebook)
     notebook.good("%dist_kill 1")
+    # Who killed it need not be told. The other one dies while it answers.
+    notebook.good(
+        "%%rank 0\nimport os\nfrom paceline.notebook.rank import requests\nrequests.pack = lambda *_: os._exit(7)"
+    )
+    assert "rank 0 exited with 7" in notebook.run("%dist_pull rank").stderr
     assert "dead" in notebook.good("%dist_status").stdout
     notebook.good("%dist_reset")
     assert gone_within(before, 2.0)

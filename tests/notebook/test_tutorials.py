@@ -35,7 +35,7 @@ def test_a_tutorial_is_stored_clean(name: str) -> None:
     assert notebook.metadata.kernelspec.name == "python3"
     assert len(text) < 50_000
     assert cells[-1].source == "%dist_shutdown"
-    assert max(cell.source.count("\n") for cell in cells) < 40, "a cell is read at one glance"
+    assert max(cell.source.count("\n") for cell in cells) < 30, "a cell is read at one glance"
 
 
 def test_all_tutorials_are_here() -> None:
@@ -121,11 +121,10 @@ def test_a_training_cell_ends_with_the_panel(fast: Any, cell_id: str) -> None:
     assert has_panel(fast, cell_id)
 
 
-def test_data_parallel_is_the_module_itself_without_gpus(fast: Any) -> None:
+def test_data_parallel_is_the_module_itself_without_gpus_and_is_timed_with_threads(fast: Any) -> None:
     assert "same output as the bare module: True" in said(fast, "dp-code")
-    rows = [numbers(line) for line in said(fast, "dp-bytes").splitlines()[1:]]
-    assert [row[0] / rows[0][0] for row in rows] == pytest.approx([1, 3, 7], rel=0.01)
-    assert [row[1] / rows[0][1] for row in rows] == pytest.approx([1, 1.5, 1.75], rel=0.01)
+    assert number(fast, "dp-time", "2 threads, as DataParallel:") > 0
+    assert number(fast, "dp-time", "2 processes, as DDP:") == number(fast, "two-code", "2 processes:")
 
 
 def test_buckets_begin_with_the_last_layer(fast: Any) -> None:
@@ -158,7 +157,6 @@ def costs() -> Any:
 
 def test_the_plan_is_near_what_was_measured(costs: Any) -> None:
     assert not errors(costs)
-    assert "planned" in said(costs, "against") and "measured" in said(costs, "against")
     off = [float(text) for text in re.findall(r"the plan is (\S+)%", said(costs, "against-all"))]
     assert len(off) == 2
     assert max(map(abs, off)) < 30
@@ -167,6 +165,9 @@ def test_the_plan_is_near_what_was_measured(costs: Any) -> None:
 def test_every_way_to_sixteen_bytes(costs: Any) -> None:
     per_parameter = [numbers(line)[1] for line in said(costs, "fp32").splitlines()]
     assert per_parameter == [4.0, 4.0, 8.0, 16.0]
+    for line in said(costs, "fp32-plan").splitlines():
+        planned, there = numbers(line)
+        assert planned == pytest.approx(there, rel=0.01)
     per_parameter = [numbers(line)[1] for line in said(costs, "mixed-code").splitlines()]
     assert per_parameter == [2.0, 2.0, 4.0, 8.0, 16.0]
     each, together = numbers(said(costs, "everyone-code"))[:2]

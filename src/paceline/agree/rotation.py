@@ -1,6 +1,6 @@
 """Which part of the state is compared at which step, so that all of it is within a few steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -47,9 +47,17 @@ class Rotation:
         if changed or not self._parts:
             self._parts = cut([_metadata(tensor) for _, tensor in kept], self._every)
 
-    def part(self, step: int) -> list[Piece]:
-        """What is compared at `step`."""
-        return [Piece(*self._named[index], begin, end) for index, begin, end in self._parts[step % self._every]]
+    def part(self, step: int, current: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> list[Piece]:
+        """What is compared at `step`. `current` gives the tensor that stands where the listed one stood, if that was
+        replaced since."""
+        pieces = []
+        for index, begin, end in self._parts[step % self._every]:
+            name, tensor = self._named[index]
+            now = current(tensor)
+            if now is not tensor and now.shape == tensor.shape and now.dtype is tensor.dtype and readable(now):
+                self._named[index] = name, now
+            pieces.append(Piece(*self._named[index], begin, end))
+        return pieces
 
     def whole(self) -> list[Piece]:
         """All of the state, a piece for each tensor."""

@@ -33,6 +33,7 @@ class Keeper:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._pid = os.getpid()
+        self._launcher = os.getppid()
         self._started: list[subprocess.Popen[bytes]] = []
         self._living: dict[int, int] = {}  # process id → local rank
         self._rest = b""
@@ -53,6 +54,8 @@ class Keeper:
                     os.read(wake, 4096)
                 self._reap()
                 if self._control.fileno() in ready and not self._listen():
+                    return
+                if os.getppid() != self._launcher:  # dead, though a child that it forked holds the socket open
                     return
         except (BrokenPipeError, ConnectionResetError):
             return  # the launcher is gone, and with it the one to report to

@@ -138,6 +138,7 @@ class DistMagics(Magics):
     def dist_cell(self, line: str, cell: str) -> None:
         """What plain cells become; `line` says where they run and where they begin. See routing.py."""
         place = json.loads(line)
+        self._check_named(place["ranks"])
         self._session.run(cell, place["ranks"], count=self._count(), first_line=place["line"])
 
     @cell_magic
@@ -151,8 +152,7 @@ class DistMagics(Magics):
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some ranks: %%rank 0, [0,2], [0-2], 0:2, all, !0."""
         self._session.fleet  # noqa: B018 - before the ranks that are named are looked for, there must be some
-        if not line.strip():
-            raise UsageError("expected ranks behind %%rank, as in %%rank 0, [0,2], [0-2], 0:2, all or !0, got none")
+        self._check_named(line)
         self._session.run(cell, line, count=self._count(), first_line=2)
 
     @cell_magic
@@ -168,7 +168,8 @@ class DistMagics(Magics):
     @_plainly
     def sync(self, line: str) -> None:
         """Wait until all ranks are there: a barrier."""
-        self._session.run("dist.barrier()", None, count=None, first_line=1)
+        # Not `dist`, which a cell may have named something else.
+        self._session.run("__import__('torch').distributed.barrier()", None, count=None, first_line=1)
         self._say(f"all {self._session.fleet.size} ranks are there")
 
     @magic_arguments()
@@ -214,6 +215,10 @@ class DistMagics(Magics):
         self._say(f"{given.to or given.name} is set on {_ranks(ranks)}")
 
     # ----
+
+    def _check_named(self, spec: str | None) -> None:
+        if spec is not None and not spec.strip():
+            raise UsageError("expected ranks behind %%rank, as in %%rank 0, [0,2], [0-2], 0:2, all or !0, got none")
 
     def _named(self, line: str, example: str) -> tuple[int, ...]:
         self._session.fleet  # noqa: B018 - without ranks, that is what is wrong

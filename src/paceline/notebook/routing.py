@@ -50,7 +50,8 @@ class Router:
 
 def _on_ranks(part: Part) -> list[str]:
     place = json.dumps({"ranks": part.ranks, "line": part.first_line})
-    return [f"get_ipython().run_cell_magic('dist_cell', {place!r}, {part.text!r})\n"]
+    text = part.text or "\n"  # IPython refuses a cell magic with nothing below it, and would name ours
+    return [f"get_ipython().run_cell_magic('dist_cell', {place!r}, {text!r})\n"]
 
 
 def _refuse(error: UsageError) -> list[str]:

@@ -150,7 +150,8 @@ def _would_wait(code: str, ranks: Sequence[int], size: int, first_line: int) -> 
     first = calls[0]
     return (
         f"{first.name} in line {first.line + first_line - 1} is for all ranks, but this cell runs on "
-        f"{_named(ranks)} alone: it waits until {_named(others)} runs it too. Stop the cell to end the wait"
+        f"{_named(ranks)} alone: it waits until {_named(others)} "
+        f"{'runs' if len(others) == 1 else 'run'} it too. Stop the cell to end the wait"
     )
 
 

@@ -24,7 +24,7 @@ def begin(reducer: "Reducer") -> str | None:
     with reducer.lock, torch.no_grad():
         if reducer.backwards.failed():
             reducer.abandon()
-        if lanes.under_way:
+        if lanes.under_way or lanes.owed:
             _give_up(reducer)
         lanes.failed = None
         reducer.dropped = True  # until the reduction of this step is settled
@@ -33,6 +33,12 @@ def begin(reducer: "Reducer") -> str | None:
         if stale is None:
             reducer.set.drop_gradients()
         return stale
+
+
+def owe(reducer: "Reducer", step: int) -> None:
+    """Step `step` has begun, and none of its lanes will run here: `begin` of the next one tells the others."""
+    lanes = _lanes_of(reducer)
+    lanes.step, lanes.owed = step, True
 
 
 def check_open(reducer: "Reducer") -> None:

@@ -91,6 +91,7 @@ class Lanes:
         """The step is over, or is given up: forget its sums. Their memory stays for the next one."""
         self.state, self.current = LaneState.NONE, -1
         self.given_up = False  # not all lanes of this step will run here
+        self.owed = False  # none will, and the other ranks have not been told
         self.weights = [0.0] * self.count  # of the lanes that have run here; 0 for those of others
         self.shapes.clear()
         for bucket, sums in self._sums.items():

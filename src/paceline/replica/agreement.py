@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,7 @@ class Overseer:
         self._params_only = False  # ranks hold different optimizer states, as they do where these are sharded
         self._rotation: Rotation | None = None
         self._stale = True  # the list of what there is to compare has to be made anew
+        self._homes: dict[int, tuple[Any, Any]] = {}  # by id of a tensor of optimizer state: what holds it, and where
         self._signature = 0
         self._compares = bool(agreement.state_every) and not transport.alone
         self._step = self._compared = 0
@@ -135,7 +136,7 @@ class Overseer:
         if self._stale or self._compared % self.agreement.state_every == 0:
             self._renew()
         assert self._rotation is not None
-        part = [piece.flat() for piece in self._rotation.part(self._compared)]
+        part = [piece.flat() for piece in self._rotation.part(self._compared, self._current)]
         self._word = start_word(part if self._buffers is None else [*part, *self._buffers.changing()])
         self._compared += 1
 
@@ -226,11 +227,26 @@ class Overseer:
 
     def _optimizer_state(self) -> Named:
         found: list[tuple[str, torch.Tensor]] = []
+        self._homes.clear()
         for optimizer in (known() for known in self._optimizers):
             for param, state in () if optimizer is None else optimizer.state.items():
                 if isinstance(state, dict) and (name := self._names.get(id(param))) is not None:
-                    found += [(f"{key} of {name}", v) for key, v in state.items() if isinstance(v, torch.Tensor)]
+                    for where, home, key in _places(state):
+                        found.append((f"{where} of {name}", home[key]))
+                        self._homes[id(home[key])] = home, key
         return sorted(found, key=lambda pair: pair[0])
+
+    def _current(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of the optimizer's state that stands in this one's place: some optimizers make new ones."""
+        home, key = self._homes.get(id(tensor), ((), 0))
+        try:
+            now = home[key]
+        except (KeyError, IndexError):
+            return tensor
+        if now is tensor or not isinstance(now, torch.Tensor):
+            return tensor
+        self._homes[id(now)] = self._homes.pop(id(tensor))
+        return now
 
     def _compare_parameters_only(self) -> None:
         """Ranks that hold different tensors cannot compare them; parameters are the same everywhere, by agreement."""
@@ -289,6 +305,15 @@ class Overseer:
     def _tell(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
         if self.on_finding is not None:
             self.on_finding(kind, text, ranks)
+
+
+def _places(state: Any, before: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where an optimizer's state has tensors: a name, what holds the tensor, and its key or number there."""
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if isinstance(value, torch.Tensor):
+            yield f"{before}{key}", state, key
+        elif isinstance(value, dict | list | tuple):
+            yield from _places(value, f"{before}{key}.")
 
 
 def _batches_of(ranks: Sequence[int], words: Sequence[Words]) -> str:

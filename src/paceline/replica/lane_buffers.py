@@ -21,6 +21,7 @@ logger = logging.getLogger("paceline")
 
 _PATTERNS = {4: torch.int32, 8: torch.int64}
 COMPARED_BYTES = 1 << 20  # up to here a buffer is compared by value: kernels of torch change some behind its back
+_NORMS = (nn.modules.batchnorm._NormBase,)  # whose buffers they are: these are compared whatever their size
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class LaneBuffers:
         self._module = module
         self._ignored = ignored
         self._lanes = lanes
+        norms = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _NORMS)]
+        self._of_norms = {f"{name}.{own}".lstrip(".") for name, layer in norms for own, _ in layer.named_buffers()}
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -59,6 +62,7 @@ class LaneBuffers:
         self._names = sorted(name for name, buffer in self._present().items() if _is_plain(buffer))
         self._caches: set[str] = set(self._present()) - set(self._names)  # left alone
         self._known: set[str] = set()  # to change; agreed by all ranks, so that they need not be compared
+        self._careful = True  # until a whole step was seen, large ones are compared by value too
         self._unfit: set[str] = set()  # found in this step, and not agreed yet
         self._before: dict[str, _Seen] = {}
         self._after: dict[str, dict[int, torch.Tensor]] = {}  # by name and lane: what lanes have made of it
@@ -93,13 +97,16 @@ class LaneBuffers:
     def lane_ended(self, lane: int) -> None:
         """Keep what a lane has made of buffers, and put back what was before it."""
         present = self._present()
+        changed = []
         for name in self._names:
             buffer, seen = present.get(name), self._before.get(name)
             if buffer is None or seen is None or not seen.fits(buffer):
                 self._unfit.add(name)
             elif self._changed(name, buffer):
                 self._after.setdefault(name, {})[lane] = buffer.detach().clone()
-                self._restore(name, buffer)
+                changed.append(name)
+        for name in changed:  # when all are kept: some may share memory
+            self._restore(name, present[name])
         for name in present.keys() - set(self._names) - self._caches:
             self._take_for_cache(name)
 
@@ -120,12 +127,13 @@ class LaneBuffers:
                 self._names.remove(name)
                 self._take_for_cache(name)
         self._unfit.clear()
+        self._careful = False
 
     @torch.no_grad()
     def _combine(self, name: str, buffer: torch.Tensor, transport: Transport, timeout_s: float | None) -> None:
         """Every rank fills in its lanes, and zeros elsewhere; the patterns are then added up as integers, exactly."""
         mean = buffer.dtype.is_floating_point or buffer.dtype.is_complex
-        wide = torch.promote_types(buffer.dtype, torch.float32) if mean else torch.int64
+        wide = _wide(buffer.dtype) if mean else torch.int64
         before, made = self._before[name].value, self._after.get(name, {})
         rows = torch.zeros((self._lanes.count, buffer.numel()), dtype=wide, device=buffer.device)
         for lane in self._lanes.mine:
@@ -142,7 +150,12 @@ class LaneBuffers:
     @torch.no_grad()
     def _restore(self, name: str, buffer: torch.Tensor) -> None:
         seen = self._before[name]
-        buffer.copy_(seen.value)
+        if buffer.data_ptr() == seen.address:
+            buffer.copy_(seen.value)
+        else:  # forward has put another tensor there, whose memory may be that of its input, or of a parameter
+            buffer = seen.value.clone()
+            owner, _, own_name = name.rpartition(".")
+            setattr(self._module.get_submodule(owner), own_name, buffer)
         seen.version, seen.address = buffer._version, buffer.data_ptr()
 
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
@@ -151,7 +164,8 @@ class LaneBuffers:
         seen = self._before[name]
         if (buffer._version, buffer.data_ptr()) != (seen.version, seen.address):
             return True
-        return buffer.nbytes <= COMPARED_BYTES and not _equal(buffer, seen.value)
+        by_value = self._careful or name in self._of_norms or buffer.nbytes <= COMPARED_BYTES
+        return by_value and not _equal(buffer, seen.value)
 
     def _take_for_cache(self, name: str) -> None:
         self._caches.add(name)
@@ -170,6 +184,11 @@ def _is_plain(buffer: torch.Tensor) -> bool:
     return buffer.layout is torch.strided and all(
         s != 0 or n <= 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)
     )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which a mean is made. torch promotes none of the types with 8 bits."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -66,8 +66,14 @@ class LaneLoop:
         self._warned: set[str] = set()
 
     def run(self, micros: Iterable[Micro], step: int) -> Iterator[Micro]:
-        given = list(micros)
-        self._check(len(given))
+        self._leave(waits=True)  # the loop before this one, if it has not come to its end
+        stale = lane_step.begin(self._core)
+        try:
+            given = list(micros)
+            self._check(len(given), stale)
+        except BaseException:
+            self._owe(step)
+            raise
         loop = self._begin(given, step)
         handled, python_ends = sys.exception(), sys.is_finalizing
         try:
@@ -96,8 +102,12 @@ class LaneLoop:
         self.buffers.begin_anew()
         self.buffers.begin()
 
-    def _check(self, given: int) -> None:
+    def _check(self, given: int, stale: str | None) -> None:
         lanes, transport = self._lanes, self._core.transport
+        if stale is not None:
+            raise UsageError(
+                f"a step of lanes starts from empty gradients, but {stale} has one; call optimizer.zero_grad() before"
+            )
         if given != len(lanes.mine):
             raise UsageError(
                 f"rank {transport.rank} of {transport.size} runs {len(lanes.mine)} of {lanes.count} lanes "
@@ -110,12 +120,13 @@ class LaneLoop:
                 "exchanged, from the host; capture a replica without lanes, or run lanes outside of the capture"
             )
 
+    def _owe(self, step: int) -> None:
+        """The step cannot begin here, but the other ranks may run it: they are told as of any loop that was left."""
+        lane_step.owe(self._core, step)
+        if self.capsules is not None:
+            self.capsules.note_lanes((), step)
+
     def _begin(self, given: Sequence[object], step: int) -> _Loop:
-        self._leave(waits=True)  # the loop before this one, if it has not come to its end
-        if (stale := lane_step.begin(self._core)) is not None:
-            raise UsageError(
-                f"a step of lanes starts from empty gradients, but {stale} has one; call optimizer.zero_grad() before"
-            )
         if step == self._last:
             self._warn(SAME_STEP, step)
         self._lanes.step = step

@@ -47,10 +47,12 @@ def split(cell: str) -> list[Part]:
     code: list[Line] = []
     for line in logical_lines(text):
         at_top = line.command and line.text.startswith(margin + line.text.lstrip()[:1])
-        if at_top and line.command.startswith("%%"):
+        # IPython takes no cell magic that is indented; whoever pasted one of ours with a space before it means it.
+        if line.command.startswith("%%") and (at_top or _OWN_CELL.match(line.command)):
             if all(before.says_nothing for before in code) and not _is_question(line):
                 return [*parts, _under_cell_magic(text, line)]
-            _check_not_ours(line)
+            if at_top:
+                _check_not_ours(line)
         if at_top and _is_ours(line):
             parts += [*_for_ranks(code), Part(Where.LOCAL, line.text, line.number)]
             code = []

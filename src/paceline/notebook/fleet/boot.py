@@ -8,8 +8,10 @@ from enum import Enum
 from pathlib import Path
 
 from paceline.errors import PacelineError
+from paceline.notebook.fleet.folder import no_room
 from paceline.notebook.fleet.interrupt import close_store, ports_of_others
 from paceline.notebook.fleet.kernel import Answer, RankFacts
+from paceline.notebook.fleet.stop import Stop
 from paceline.notebook.fleet.switchboard import Switchboard
 
 BOOT_S = 300.0  # a slow disk; whoever has had enough interrupts
@@ -41,9 +43,10 @@ class BootView:
 class BootFailed(PacelineError, RuntimeError):
     """A rank could not start. `words` are its last lines."""
 
-    def __init__(self, rank: int, reason: str, words: Sequence[str]) -> None:
+    def __init__(self, rank: int, reason: str, words: Sequence[str], *, was_there: bool = False) -> None:
         lines = "".join(f"\n  {word}" for word in words)
-        super().__init__(f"rank {rank} could not start: {reason}{lines}")
+        what = "went while others started" if was_there else "could not start"
+        super().__init__(f"rank {rank} {what}: {reason}{lines}")
         self.rank = rank
         self.reason = reason
         self.words = tuple(words)
@@ -70,9 +73,12 @@ class Boot:
     def launch(self, environments: Mapping[int, Mapping[str, str]], folder: Path) -> None:
         """Start the processes."""
         for rank in self._ranks:
-            file = self._board.kernels[rank].open()
             own = folder / f"ipython{rank}"
-            own.mkdir(exist_ok=True)
+            try:
+                file = self._board.kernels[rank].open()
+                own.mkdir(exist_ok=True)
+            except OSError as error:
+                raise no_room(folder, error) from error
             command = [sys.executable, "-m", MODULE, "-f", str(file), f"--ipython-dir={own}"]
             options = (
                 "--HistoryManager.enabled=False",
@@ -99,9 +105,10 @@ class Boot:
             self._look(asked)
 
     def _look(self, asked: Mapping[int, str]) -> None:
-        died = next((self._board.kernels[rank].died for rank in self._ranks if self._board.kernels[rank].died), None)
+        # Also one that was there before: the group needs all.
+        died = next((kernel.died for kernel in self._board.kernels if kernel.died), None)
         if died is not None:
-            raise BootFailed(died.rank, f"it {died.how}", died.words)
+            raise BootFailed(died.rank, f"it {died.how}", died.words, was_there=died.rank not in self._ranks)
         seconds = time.monotonic() - self._began
         if asked and seconds > BOOT_S:
             rank = min(asked)
@@ -134,7 +141,7 @@ class Boot:
             self._show(BootView(tuple(self._facts()), stages, now - self._began, self._note))
 
 
-def form(board: Switchboard, generation: int, store: Path, backend: str) -> dict[int, str]:
+def form(board: Switchboard, generation: int, store: Path, backend: str, stop: Stop | None = None) -> dict[int, str]:
     """Have all ranks leave the group before and form the next. Says who could not, and why."""
     everyone = [kernel.rank for kernel in board.kernels]
     asked = board.ask({rank: {"op": "ports"} for rank in everyone}, within_s=PORTS_S)
@@ -145,7 +152,8 @@ def form(board: Switchboard, generation: int, store: Path, backend: str) -> dict
         channel="shell",
         kind="paceline_form",
         within_s=FORM_S,
-        when_one_dies=lambda: close_store(store),  # or the others wait for it as long as they can
+        stop=stop,
+        give_up=lambda: close_store(store),  # or they wait for each other as long as they can
     )
     errors: dict[int, str] = {}
     for rank in everyone:

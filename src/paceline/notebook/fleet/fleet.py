@@ -21,6 +21,7 @@ from paceline.notebook.fleet.running import Group, Outcome, Running, with_line_n
 from paceline.notebook.fleet.stop import Stop
 from paceline.notebook.fleet.switchboard import Switchboard
 
+SETTLE_S = 1.0
 LEAVE_S = 1.0  # how long ranks have to go by themselves
 KILL_S = 5.0
 
@@ -148,7 +149,7 @@ class Fleet:
                 self._refuse_busy(ranks)
                 outcome = running.run(with_line_numbers(code, first_line), ranks, count, allow_stdin)
                 if outcome.interrupted:
-                    self._form_again(view)
+                    self._form_again(view, stop)
                 return outcome
         finally:
             view.close(time.monotonic())
@@ -162,18 +163,27 @@ class Fleet:
         return dead
 
     def _refuse_busy(self, ranks: Sequence[int]) -> None:
-        busy = [rank for rank in ranks if self._there.kernels[rank].cell is not None]
+        until = time.monotonic() + SETTLE_S
+        while (busy := self._busy_among(ranks)) and time.monotonic() < until:
+            self._there.turn(0.05)  # a cell that nobody listened to may have ended meanwhile
         if busy:
             raise IllegalMove(f"ranks {busy} are still busy with an earlier cell: interrupt or restart them first")
 
-    def _form_again(self, view: View) -> None:
+    def _busy_among(self, ranks: Sequence[int]) -> list[int]:
+        kernels = [self._there.kernels[rank] for rank in ranks]
+        for kernel in kernels:
+            if kernel.cell is not None and kernel.cell.is_over(time.monotonic()):
+                kernel.cell = None
+        return [kernel.rank for kernel in kernels if kernel.cell is not None]
+
+    def _form_again(self, view: View, stop: Stop) -> None:
         """After an interrupt nobody knows which collectives were begun; a new group has begun none."""
         board = self._there
         dead = [kernel for kernel in board.kernels if kernel.died is not None]
         if dead:
             return  # restarting them forms it
         self.generation += 1
-        errors = form(board, self.generation, self._store, self.seating.backend)
+        errors = form(board, self.generation, self._store, self.seating.backend, stop)
         if errors:
             told = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items())
             text = f"the group could not be formed anew ({told}); %dist_restart all starts over"
@@ -210,14 +220,24 @@ class Fleet:
         """SIGKILL, and wait for the end."""
         self._check_ranks(ranks)
         self._kill(ranks)
+        self._forget_deaths(ranks)  # whoever killed them need not be told
+
+    def _forget_deaths(self, ranks: Sequence[int]) -> None:
+        self._there.fresh_deaths = [died for died in self._there.fresh_deaths if died.rank not in ranks]
 
     def _kill(self, ranks: Sequence[int]) -> None:
         board = self._there
         until = time.monotonic() + KILL_S
         for rank in ranks:
             board.keeping.kill(rank)
-        while any(board.kernels[rank].died is None for rank in ranks) and time.monotonic() < until:
+        while (left := [rank for rank in ranks if board.kernels[rank].died is None]) and time.monotonic() < until:
             board.turn(0.1, ())
+        if left:
+            pids = ", ".join(f"rank {rank} (pid {board.kernels[rank].pid})" for rank in left)
+            raise UsageError(
+                f"{pids} did not end within {KILL_S:.0f} s after SIGKILL: the system holds it, as it does while a "
+                f"device or a file system does not answer; nothing was started in its place"
+            )
 
     def restart(self, ranks: Sequence[int], show: Callable[[BootView], None]) -> None:
         """New processes for these ranks, dead or alive; the others keep their variables. Forms the next generation."""
@@ -231,7 +251,7 @@ class Fleet:
             )
         self._refuse_busy([kernel.rank for kernel in others])
         self._kill([rank for rank in ranks if board.kernels[rank].died is None])
-        board.fresh_deaths = [died for died in board.fresh_deaths if died.rank not in ranks]
+        self._forget_deaths(ranks)
         try:
             self._boot(ranks, show)
         except BaseException:

@@ -25,24 +25,31 @@ def private_folder() -> Iterator[Path]:
     _sweep(base)
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-        lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise UsageError(
-            f"no folder can be made in {base} for the sockets of the ranks: {error.strerror or error}; "
-            f"make room there, or set TMPDIR to a folder that can be written"
-        ) from error
-    try:
+        lock = os.open(folder / "lock.new", os.O_WRONLY | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock.new").rename(folder / "lock")  # nobody sees it before it is held
+    except OSError as error:
+        raise no_room(base, error) from error
+    try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
 
+def no_room(folder: Path, error: OSError) -> UsageError:
+    """The error of someone whose disk is full, or not theirs to write on."""
+    return UsageError(
+        f"the sockets of the ranks cannot be made in {folder}: {error.strerror or error}; make room there, or set "
+        f"TMPDIR to a folder that can be written"
+    )
+
+
 def _sweep(base: Path) -> None:
     for left in base.glob(f"{PREFIX}*"):
         try:
-            lock = os.open(left / "lock", os.O_WRONLY)
+            # Not blocking, and no link: anyone may have made a file of that name.
+            lock = os.open(left / "lock", os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:  # not made yet, gone meanwhile, or someone else's
             continue
         try:

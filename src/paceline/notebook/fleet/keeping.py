@@ -4,7 +4,8 @@
 small process of the standard library alone that waits at one end of a socket. The other end is here, closed on exec, so
 no child of the kernel holds it either. However this process ends, by an orderly exit, a restart of the kernel or
 SIGKILL, the system closes its end; the keeper wakes, kills all that descends from it (it is the subreaper, so also what
-left its session), and goes. When the keeper itself is killed, the system kills the ranks, who asked for that when they
+left its session), and goes. Where a forked child of this process holds that end open, the keeper sees within a second
+that it has another parent. When the keeper itself is killed, the system kills the ranks, who asked for that when they
 started, and what they had started is found by their session (`launch/orphans.py`).
 """
 
@@ -88,7 +89,7 @@ class Keeping:
             rank=rank,
             command=list(command),
             environment=dict(environment),
-            folder=None,
+            folder=str(Path.cwd()),
             stdin=False,
             out=out,
             err=err,

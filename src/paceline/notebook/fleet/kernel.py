@@ -17,6 +17,8 @@ from paceline.notebook.events import Died
 CHANNELS = {"shell": zmq.DEALER, "iopub": zmq.SUB, "stdin": zmq.DEALER, "control": zmq.DEALER}
 PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
 RECONNECT_MS = 20
+WITHOUT_IDLE_S = 1.0
+WITHOUT_REPLY_S = 0.3
 
 Message = dict[str, Any]
 
@@ -65,6 +67,16 @@ class Cell:
     message_id: str
     replied_at: float | None = None
     idle_at: float | None = None
+    heard_at: float = 0.0  # the last output of the rank
+
+    def is_over(self, now: float) -> bool:
+        """Whether the rank has come to the end: it has replied, and has said on the way of its output that it is idle.
+
+        A late interrupt may swallow one of the two. Output may be long on its way when the reply is there.
+        """
+        if self.idle_at is not None:
+            return self.replied_at is not None or now - self.idle_at > WITHOUT_REPLY_S
+        return self.replied_at is not None and now - max(self.replied_at, self.heard_at) > WITHOUT_IDLE_S
 
 
 class Kernel:
@@ -146,7 +158,11 @@ class Kernel:
         return message
 
     def _note(self, channel: str, message: Message, now: float) -> None:
-        if self.cell is None or message["parent_header"].get("msg_id") != self.cell.message_id:
+        if self.cell is None:
+            return
+        if channel == "iopub":
+            self.cell.heard_at = now
+        if message["parent_header"].get("msg_id") != self.cell.message_id:
             return
         if channel == "shell":
             self.cell.replied_at = now

@@ -2,11 +2,13 @@
 
 import codecs
 import ctypes
+import fcntl
 import os
 
 from paceline.launch.tracebacks import FATAL, thread_stack
 
 CHUNK = 1 << 18
+MOST = 1 << 24  # unread: a child that writes without end would take all memory
 LAST_BYTES = 16384
 LAST_LINES = 20
 FALLOC_FL_KEEP_SIZE = 1
@@ -22,22 +24,37 @@ class RawOutput:
 
     def __init__(self, name: str) -> None:
         self.descriptor = os.memfd_create(name)
+        # So that whoever empties it, as a shell's `> /dev/stderr` does, leaves no hole before the next line.
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) | os.O_APPEND)
         self._read_to = 0
         self._begun_at = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> str:
         """What has come since the last call, at most `CHUNK` bytes of it."""
+        left_out = max(0, self.unread() - MOST)
+        self._read_to += left_out
         data = os.pread(self.descriptor, CHUNK, self._read_to)
         if not data:
             return ""
         self._read_to += len(data)
         self._give_back(self._read_to - LAST_BYTES)
-        return self._decoder.decode(data)
+        note = f"\n[paceline left out {left_out >> 20} MiB that came too fast]\n" if left_out else ""
+        return note + self._decoder.decode(data)
+
+    def unread(self) -> int:
+        """How many bytes have come since the last call of `read`."""
+        return max(0, self._size() - self._read_to)
+
+    def _size(self) -> int:
+        size = os.fstat(self.descriptor).st_size
+        if size < max(self._read_to, self._begun_at):  # somebody has emptied it
+            self._read_to = self._begun_at = 0
+        return size
 
     def last_words(self) -> tuple[str, ...]:
         """The end of what came since `begin_anew`, read or not; `read` says no more of it."""
-        size = os.fstat(self.descriptor).st_size
+        size = self._size()
         start = max(self._begun_at, size - LAST_BYTES)
         text = os.pread(self.descriptor, size - start, start).decode(errors="replace").lstrip("\0")
         self._read_to = size
@@ -45,7 +62,7 @@ class RawOutput:
 
     def begin_anew(self) -> None:
         """What comes from now on are the last words: those of a new process, or in a new cell."""
-        self._begun_at = os.fstat(self.descriptor).st_size
+        self._begun_at = self._size()
 
     def _give_back(self, end: int) -> None:
         page = os.sysconf("SC_PAGE_SIZE")

@@ -12,14 +12,13 @@ from paceline.notebook.events import Died, Ended, Event, Failed, Noticed, View, 
 from paceline.notebook.fleet.interrupt import Interruption, close_store
 from paceline.notebook.fleet.kernel import Cell
 from paceline.notebook.fleet.patience import Patience
+from paceline.notebook.fleet.raw_output import CHUNK
 from paceline.notebook.fleet.stop import Stop
 from paceline.notebook.fleet.switchboard import ALL, Heard, Switchboard
 from paceline.notebook.fleet.translate import failed, from_iopub, from_reply
 
 TICK_S = 0.05
 BRISK_S = 0.01  # while ranks are being stopped
-WITHOUT_IDLE_S = 1.0  # a reply ends a cell also without the word that the rank is idle
-WITHOUT_REPLY_S = 0.3  # and that word without a reply, which a late interrupt may have swallowed
 FREED_S = 1.0  # after a death, how long others have to find out by themselves
 
 
@@ -72,13 +71,18 @@ class Running:
             self._board.keeping.begin_anew(rank)
             kernel.cell = Cell(kernel.send("shell", "execute_request", content, metadata=metadata))
             self._busy.add(rank)
-        while self._busy:
-            self._turn()
+        try:
+            while self._busy:
+                self._turn()
+        except BaseException:
+            for rank in self._busy:  # nobody listens any more
+                self._board.kernels[rank].send("control", "interrupt_request", {})
+            raise
         self._read_raw()
         return Outcome(
             tuple(self._failures[rank] for rank in sorted(self._failures)),
             tuple(self._deaths),
-            self._interruption is not None,
+            self._stop.asked > 0,
             time.monotonic() - self._began,
         )
 
@@ -91,7 +95,8 @@ class Running:
         if now - self._read_at >= TICK_S / 2:
             self._read_raw()
         for rank in sorted(self._busy):
-            if _is_over(self._board.kernels[rank].cell, now):
+            cell = self._board.kernels[rank].cell
+            if cell is None or cell.is_over(now):
                 self._end(rank)
         self._obey(now)
         if (text := self._patience.step(self._busy, now)) is not None:
@@ -138,15 +143,17 @@ class Running:
         kernel = self._board.kernels[heard.rank]
         if answer is not None:
             kernel.send("stdin", "input_reply", {"value": answer, "status": "ok"})
-        elif heard.rank in self._busy:
+        elif heard.rank in self._busy and self._stop.asked == self._obeyed:  # else the stop button does it
             kernel.send("control", "interrupt_request", {})
 
     def _read_raw(self) -> None:
         self._read_at = time.monotonic()
         for rank in self._board.living():
             for stream, raw in (("stdout", self._board.keeping.out), ("stderr", self._board.keeping.err)):
-                while text := raw[rank].read():
+                left = raw[rank].unread()  # no more than that: a child may write faster than this reads
+                while left > 0 and (text := raw[rank].read()):
                     self._take(Wrote(rank, stream, text))
+                    left -= CHUNK
 
     # How it ends ---------------------------------------------------------------------------------------------------
 
@@ -162,9 +169,9 @@ class Running:
     def _take_deaths(self, now: float) -> None:
         deaths, self._board.fresh_deaths = self._board.fresh_deaths, []
         for died in deaths:
-            self._deaths.append(died)
             self._take(died)
-            if died.rank in self._busy:
+            if died.rank in self._busy:  # the death of a rank that does not run the cell does not fail it
+                self._deaths.append(died)
                 self._busy.discard(died.rank)
                 self._take(Ended(died.rank))
             self._free_at = now + FREED_S
@@ -192,14 +199,6 @@ class Running:
                 self._interruption.again(self._busy, now)
         if self._interruption is not None and (event := self._interruption.step(self._busy, now)) is not None:
             self._take(event)
-
-
-def _is_over(cell: Cell | None, now: float) -> bool:
-    if cell is None:
-        return True
-    if cell.idle_at is not None:
-        return cell.replied_at is not None or now - cell.idle_at > WITHOUT_REPLY_S
-    return cell.replied_at is not None and now - cell.replied_at > WITHOUT_IDLE_S
 
 
 def with_line_numbers(code: str, first_line: int) -> str:

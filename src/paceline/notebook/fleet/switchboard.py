@@ -90,7 +90,11 @@ class Switchboard:
         if kernel.sockets:
             while kernel.sockets["iopub"].poll(LAST_MS):
                 said += self._drain(kernel, "iopub")
-        kernel.died = Died(kernel.rank, word.how, self.keeping.last_words(kernel.rank))
+        try:
+            words = self.keeping.last_words(kernel.rank)
+        except OSError as error:  # dead it is all the same
+            words = (f"its last words cannot be read: {error}",)
+        kernel.died = Died(kernel.rank, word.how, words)
         kernel.cell = None
         kernel.close()
         self.fresh_deaths.append(kernel.died)
@@ -104,9 +108,13 @@ class Switchboard:
         kind: str = "paceline_request",
         buffers: Sequence[bytes] = (),
         within_s: float,
-        when_one_dies: Callable[[], None] = lambda: None,
+        stop: Stop | None = None,
+        give_up: Callable[[], None] = lambda: None,
     ) -> dict[int, Answer]:
-        """Send a message to each rank and wait for the answers. Who died or did not answer in time is left out."""
+        """Send a message to each rank and wait for the answers. Who died or did not answer in time is left out.
+
+        `give_up` is called when one dies, or the user asks to stop: it is to let the others answer soon.
+        """
         names = {
             rank: self.kernels[rank].send(channel, kind, content, buffers=buffers)
             for rank, content in asked.items()
@@ -114,15 +122,16 @@ class Switchboard:
         }
         found: dict[int, Answer] = {}
         until = time.monotonic() + within_s
+        obeyed = stop.asked if stop is not None else 0
         while len(found) < len(names) and (left := until - time.monotonic()) > 0:
-            for heard in self.turn(min(left, 0.2), (channel,)):
+            for heard in self.turn(min(left, 0.2), (channel,), stop):
                 if heard.message["parent_header"].get("msg_id") == names.get(heard.rank, ""):
                     found[heard.rank] = Answer.of(heard.message)
             living = self.living()
             left_over = {rank: name for rank, name in names.items() if rank in living or rank in found}
-            if len(left_over) < len(names):
-                names = left_over
-                when_one_dies()
+            if len(left_over) < len(names) or (stop is not None and stop.asked > obeyed):
+                names, obeyed = left_over, stop.asked if stop is not None else 0
+                give_up()
         return found
 
 

@@ -111,7 +111,7 @@ class _Error:
         *before, last = read(first.traceback, first.name)
         title = self.title(size, colour="\x1b[" in "".join(first.traceback))
         less = 0 if room >= MAX_LINES else 2  # where there is little room, the user's line comes first
-        end = self._values(MAX_VALUES - less) or _shorten(_message(last, first), MAX_MESSAGE - less, "lines")
+        end = self._values(MAX_VALUES - less) or _ends(_message(last, first), MAX_MESSAGE - less)
         causes = [_cause(section) for section in reversed(before)]
         causes = _shorten(causes, max(1, MAX_CAUSES - less), "exceptions before")
         frames = draw(last.frames, room - 1 - len(end) - len(causes))
@@ -151,7 +151,8 @@ def _signature(failed: Failed) -> object:
 def _message(section: Section, failed: Failed) -> list[str]:
     lines = [line for line in section.message if without_colours(line).strip() and "use %tb to see" not in line]
     if lines == [] or without_colours(lines[0]).strip() in (f"{failed.name}:", failed.name):
-        lines = [f"{failed.name}: {failed.value}"] if failed.value and not lines else lines[1:]
+        said = [line for line in f"{failed.name}: {failed.value}".split("\n") if line.strip()]
+        lines = said if failed.value and not lines else lines[1:]
     return [line if len(line) <= MAX_WIDTH else cut(without_colours(line), MAX_WIDTH) for line in lines]
 
 
@@ -159,6 +160,13 @@ def _shorten(lines: list[str], count: int, what: str) -> list[str]:
     if len(lines) <= count:
         return lines
     return [*lines[: count - 1], f"… {len(lines) - count + 1} more {what}"]
+
+
+def _ends(lines: list[str], count: int) -> list[str]:
+    """The first lines of a message and, where there is room, its last: a traceback in it says there what happened."""
+    if len(lines) <= count or count < 4:
+        return _shorten(lines, count, "lines")
+    return [*lines[: count - 2], f"… {len(lines) - count + 1} more lines", lines[-1]]
 
 
 def _cause(section: Section) -> str:

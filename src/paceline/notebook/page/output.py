@@ -160,7 +160,7 @@ class CellView:
             content = [event.data, event.metadata, [event.rank, event.display_id] if event.display_id else None]
             key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
             self._rich[key] = event, self._rich.get(key, (event, 0))[1] + 1
-            is_update = event.updates and self._show.replaces
+            is_update = event.updates and event.display_id is not None and self._show.replaces
             self._fold.add(event.rank, key, now, UPDATE if is_update else RICH)
 
     # What comes out of the fold goes onto the page.

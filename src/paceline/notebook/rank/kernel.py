@@ -1,7 +1,9 @@
 """The kernel of a rank: IPython's, with three more messages."""
 
 import ctypes
+import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from traitlets import Type
 
 from paceline.notebook.rank import boot, interrupted
 from paceline.notebook.rank.group import Group, outlive
+from paceline.notebook.rank.progress import draw_bars_as_text
 from paceline.notebook.rank.requests import Requests
 
 Reply = tuple[Mapping[str, Any], Sequence[bytes]]
@@ -36,8 +39,15 @@ class RankKernel(IPythonKernel):
         self._group = Group(self.place)
         self._requests = Requests(self.shell, self.place, self._group)
         interrupted.install(self.shell)
-        # tqdm and others look there for whether they can draw widgets, which reach no page from here.
+        self.shell.ask_exit = _stay
+        warnings.filterwarnings(
+            "ignore", message="To exit: use", category=UserWarning
+        )  # what IPython says of SystemExit
+        # Some look there for whether they can draw widgets, which reach no page from here.
         self.shell.config.pop("IPKernelApp", None)
+        draw_bars_as_text()
+        # debugpy's does nothing until a frontend attaches, and none can attach to a rank: ask as `%debug` does.
+        sys.breakpointhook = sys.__breakpointhook__
         # C libraries hold back what they print, since nobody told them that someone looks on.
         libc = ctypes.CDLL(None)
         self.shell.events.register("post_execute", lambda: libc.fflush(None))
@@ -86,6 +96,11 @@ class RankKernel(IPythonKernel):
                 "traceback": traceback.format_exc().splitlines(),
             }
         self.session.send(stream, "paceline_reply", content, parent, ident=ident, buffers=list(buffers))
+
+
+def _stay() -> None:
+    """`exit` and `quit` end the cell, as sys.exit() does. IPython would end the process during a later one."""
+    raise SystemExit("the ranks stay; %dist_shutdown ends them")
 
 
 class RankApp(IPKernelApp):

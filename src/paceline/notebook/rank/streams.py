@@ -18,5 +18,11 @@ class RankStream(OutStream):
         """For those who hand the stream to a child."""
         return 1 if self.name == "stdout" else 2
 
+    def write(self, string: str) -> int:
+        """Half of a surrogate pair is no Unicode: the message with it, and all else in it, could not be sent."""
+        if isinstance(string, str) and not string.isascii():
+            string = string.encode(errors="backslashreplace").decode()
+        return int(super().write(string) or 0)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "watchfd": False})  # type: ignore[no-untyped-call]
