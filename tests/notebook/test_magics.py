@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.notebook.routing import Router
+from paceline.notebook.session import Session
 from tests.notebook.notebook import Notebook, gone_within
 
 README = Path(__file__).parents[2] / "README.md"
@@ -150,6 +152,16 @@ def test_completion_and_tooltips_come_from_rank_0(notebook: Notebook) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("cell", "status"),
+    [("", "complete"), ("for i in range(2):", "incomplete"), ("%%rank 0\n1", "incomplete"), ("x = (1", "incomplete")],
+)
+def test_a_terminal_is_told_whether_a_cell_is_complete(notebook: Notebook, cell: str, status: str) -> None:
+    asked = notebook.client.is_complete(cell)
+    reply = notebook.client.get_shell_msg(timeout=20)
+    assert reply["parent_header"]["msg_id"] == asked and reply["content"]["status"] == status
 
 
 def test_an_error_on_all_ranks_is_one_error_and_fails_the_cell(notebook: Notebook) -> None:
@@ -321,3 +333,11 @@ def test_the_cells_of_the_readme(notebook: Notebook) -> None:
         1: "rank 1 of 2",
     }
     assert any("forward" in str(one.get("text/plain")) for one in last.shown), "the panel"
+
+
+def test_exit_in_a_terminal_leaves_ipython() -> None:
+    session = Session()
+    session.mode_on = True
+    for cell in ("exit\n", "quit()\n"):
+        assert Router(session, lambda: False, in_terminal=True)([cell]) == [cell]
+        assert Router(session, lambda: False)([cell]) != [cell]

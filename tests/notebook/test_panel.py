@@ -263,7 +263,7 @@ def test_the_text_is_a_table_with_bars(late: dict[int, Told]) -> None:
 
 
 def test_two_models_of_a_rank_are_told_apart() -> None:
-    one, two = made([[1], [1]]), made([[9], [1]])
+    one, two = made([[1, 1], [1, 1]]), made([[9, 9], [1, 1]])
     told = {rank: {"replicas": [one[rank], two[rank]]} for rank in one}
     text = panel(told)["text/plain"]
     assert text.count("Net: ") == 2 and text.count("rank 1 is late") == 1

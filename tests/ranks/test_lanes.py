@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -53,12 +53,13 @@ def train(
     make: Callable[[], nn.Module] = net,
     deal: Callable[[int, int], torch.Tensor] = micro,
     dtype: torch.dtype = torch.float32,
+    steps: int = 4,
     **arguments: Any,
 ) -> State:
     module = make() if dtype is torch.float32 else make().to(dtype)  # which would make complex buffers real
     model = DDP(module, transport=transport, lanes=lanes, seed=7, **arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(4):
+    for step in range(steps):
         numbered = [(lane, deal(step, lane).to(dtype)) for lane in model.own_lanes]
         for lane, x in model.lanes(numbered, step):
             body(model, x, step, lane)
@@ -222,6 +223,60 @@ def test_buffers_of_every_kind(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.equal(alone["cache"], torch.arange(4.0))
     assert int(alone["seen"]) == 4
     assert {message.split()[2] for message in caplog.messages} == {"cache", "later"}
+
+
+class Wide(nn.Module):
+    """Running statistics of more than a mebibyte, which a kernel changes without counting a version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = mlp(5, 2), nn.BatchNorm1d(150_000, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.layer(x).double().repeat(1, 75_000))
+        return out[:, :3]
+
+
+class Borrowing(nn.Module):
+    """Its buffers are memory of others for a while: of its input, of its weights, of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = seeded(nn.Linear(5, 3))
+        sums = torch.zeros(4)
+        self.register_buffer("input", torch.zeros(4, 5))
+        self.register_buffer("weight", torch.zeros(3, 5))
+        self.register_buffer("some", sums[:2])
+        self.register_buffer("sums", sums)
+        self.register_buffer("narrow", torch.zeros(2).to(torch.float8_e4m3fn))
+        self.some: torch.Tensor
+        self.sums: torch.Tensor
+        self.narrow: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        self.input, self.weight = x, self.layer.weight.detach()
+        self.some += out.detach().mean()
+        self.sums[2:] += out.detach().sum()
+        self.narrow.copy_(self.narrow.float() + 1)
+        return out
+
+
+@pytest.mark.parametrize("make", [Wide, Borrowing])
+def test_buffers_that_are_hard_to_follow(make: Callable[[], nn.Module]) -> None:
+    dealt: dict[tuple[int, int], torch.Tensor] = {}
+    state = check_same_bits(4, (2, 3), make=make, deal=lambda *at: dealt.setdefault(at, micro(*at)))
+    assert all(torch.equal(x, micro(*at)) for at, x in dealt.items())
+    if make is Borrowing:
+        module, total = Borrowing(), torch.zeros(4)
+        for lane in range(4):  # of the first step: the weights are known
+            module.sums.zero_()
+            module(micro(0, lane))
+            total += module.sums / 4
+        (got,) = run(lambda transport: train(transport, 4, make=Borrowing, steps=1), 1)
+        assert torch.allclose(got["sums"], total)
+        assert torch.equal(got["some"], got["sums"][:2])
+        assert torch.equal(state["narrow"].float(), torch.full((2,), 4.0))
 
 
 def test_a_loop_that_zip_ends() -> None:
@@ -479,6 +534,39 @@ def test_a_lane_that_fails_is_told_to_all() -> None:
 
         with pytest.raises(error):
             attempt()
+        for lane, x in model.lanes([(lane, micro(1, lane)) for lane in model.own_lanes], 1):
+            plain(model, x, 1, lane)
+        return {name: param.grad.clone() for name, param in model.module.named_parameters()}
+
+    one, other = run(body, 2)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("fault", ["data", "too few"])
+def test_a_step_that_cannot_begin_is_told_to_all(fault: str) -> None:
+    """The other ranks run it: they hear of it, and all go on with the step after it."""
+
+    def dealt(lanes: range, wrong: bool) -> Iterator[torch.Tensor]:
+        for lane in lanes[wrong:]:
+            if wrong and fault == "data":
+                raise ZeroDivisionError
+            yield micro(0, lane)
+
+    def body(transport: Transport) -> State:
+        model = DDP(net(), transport=transport, lanes=4)
+        wrong = transport.rank == 1
+        error = BackwardAborted if not wrong else ZeroDivisionError if fault == "data" else UsageError
+
+        def attempt() -> None:
+            for x in model.lanes(dealt(model.own_lanes, wrong), 0):
+                plain(model, x, 0, 0)
+
+        with pytest.raises(error):
+            attempt()
+        if wrong:
+            with pytest.raises(UsageError, match="no lane runs"):
+                plain(model, micro(0, 0), 0, 0)
+            model.module.load_state_dict(net().state_dict())  # that forward has changed statistics
         for lane, x in model.lanes([(lane, micro(1, lane)) for lane in model.own_lanes], 1):
             plain(model, x, 1, lane)
         return {name: param.grad.clone() for name, param in model.module.named_parameters()}

@@ -12,6 +12,7 @@ from paceline.errors import UsageError
 ALIGN_BYTES = 64
 
 Named = Sequence[tuple[str, torch.Tensor]]
+Current = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Rotation:
@@ -47,13 +48,13 @@ class Rotation:
         if changed or not self._parts:
             self._parts = cut([_metadata(tensor) for _, tensor in kept], self._every)
 
-    def part(self, step: int, current: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> list[Piece]:
+    def part(self, step: int, current: Current = lambda tensor, _: tensor) -> list[Piece]:
         """What is compared at `step`. `current` gives the tensor that stands where the listed one stood, if that was
-        replaced since."""
+        replaced since, for a piece that begins at `begin`."""
         pieces = []
         for index, begin, end in self._parts[step % self._every]:
             name, tensor = self._named[index]
-            now = current(tensor)
+            now = current(tensor, begin)
             if now is not tensor and now.shape == tensor.shape and now.dtype is tensor.dtype and readable(now):
                 self._named[index] = name, now
             pieces.append(Piece(*self._named[index], begin, end))

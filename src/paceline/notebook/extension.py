@@ -15,7 +15,7 @@ class Extension:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._session = Session()
-        self._router = Router(self._session, self._is_silent)
+        self._router = Router(self._session, self._is_silent, in_terminal=getattr(shell, "kernel", None) is None)
         self._matcher = matcher_of(self._session)
         self._inspect: Any = None
 
@@ -44,6 +44,9 @@ class Extension:
         # Before the others, which take empty lines away: where a part begins is counted from the cell's first line.
         shell.input_transformers_cleanup.insert(0, self._router)
         shell.Completer.custom_matchers.append(self._matcher)
+        # In a terminal IPython asks after each line whether the cell is complete, and transforms it for that.
+        inputs = shell.input_transformer_manager
+        inputs.check_complete = self._router.resting(inputs.check_complete)
         kernel = getattr(shell, "kernel", None)
         if kernel is not None:  # IPython offers no other way to answer for names that it does not hold
             self._inspect = kernel.do_inspect
@@ -55,6 +58,7 @@ class Extension:
         self._session.end()
         atexit.unregister(self._session.end)
         shell.input_transformers_cleanup.remove(self._router)
+        vars(shell.input_transformer_manager).pop("check_complete", None)
         shell.Completer.custom_matchers.remove(self._matcher)
         if self._inspect is not None:
             shell.kernel.do_inspect = self._inspect

@@ -81,7 +81,7 @@ class DistMagics(Magics):
         fleet = self._session.fleet
         facts = fleet.ranks()
         alive = [one.rank for one in facts if not one.died]
-        answers = fleet.request("facts", {}, ranks=alive, within_s=2.0)
+        answers = fleet.request("facts", {}, ranks=alive, within_s=2.0) if alive else {}
         self._say(status.tree(facts, {rank: answer.content for rank, answer in answers.items()}))
 
     @line_magic

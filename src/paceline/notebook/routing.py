@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from IPython.core.inputtransformer2 import leading_indent
 
@@ -13,20 +14,39 @@ from paceline.notebook.session import Session
 # After these lines of a cell there are ranks, whether there were some before it or not.
 _SWITCHES_ON = re.compile(r"\s*%(dist_init|dist_reset|dist_mode\s+(on|-e|--enable))\b")
 _RANK_MAGIC = re.compile(r"((?:\s*(?:#.*)?\n)*\s*%%rank)(?=[\[(!*\d])")
+_LEAVES = ("exit", "quit", "exit()", "quit()")
+
+_Found = TypeVar("_Found")
 
 
 class Router:
     """An input transformer of IPython: lines of a cell in, lines to run out."""
 
-    def __init__(self, session: Session, is_silent: Callable[[], bool]) -> None:
+    def __init__(self, session: Session, is_silent: Callable[[], bool], *, in_terminal: bool = False) -> None:
         """`is_silent`: whether it is the frontend that asks for something, and not a person with a cell."""
+        self._in_terminal = in_terminal
         self._session = session
         self._is_silent = is_silent
+        self._rests = False
+
+    def resting(self, check: Callable[[str], _Found]) -> Callable[[str], _Found]:
+        """`check` with cells as they are: whether one is complete is not seen from what becomes of it."""
+
+        def checked(cell: str) -> _Found:
+            self._rests = True
+            try:
+                return check(cell)
+            finally:
+                self._rests = False
+
+        return checked
 
     def __call__(self, lines: list[str]) -> list[str]:
-        if self._is_silent():
+        if self._rests or self._is_silent():
             return lines
         cell = "".join(leading_indent(lines))
+        if self._in_terminal and cell.strip() in _LEAVES:
+            return lines  # the person means IPython
         try:
             parts = split(cell)
         except UsageError as error:

@@ -107,7 +107,7 @@ class Overseer:
         self._params_only = False  # ranks hold different optimizer states, as they do where these are sharded
         self._rotation: Rotation | None = None
         self._stale = True  # the list of what there is to compare has to be made anew
-        self._homes: dict[int, tuple[Any, Any]] = {}  # by id of a tensor of optimizer state: what holds it, and where
+        self._homes: dict[int, tuple[Any, Any]] = {}  # by id of a tensor: what holds it, and where
         self._signature = 0
         self._compares = bool(agreement.state_every) and not transport.alone
         self._step = self._compared = 0
@@ -211,8 +211,10 @@ class Overseer:
     # ---- drift
 
     def _renew(self) -> None:
+        self._homes.clear()
         state = [] if self._params_only else self._optimizer_state()
         buffers = [] if self._buffers is None else self._buffers.before()
+        self._homes.update((id(value), (self._buffers, name)) for name, value in buffers)
         params = self._params
         if self.wide is not None:
             params = [(name, value) for (name, _), value in zip(params, self.wide(), strict=True)]
@@ -227,7 +229,6 @@ class Overseer:
 
     def _optimizer_state(self) -> Named:
         found: list[tuple[str, torch.Tensor]] = []
-        self._homes.clear()
         for optimizer in (known() for known in self._optimizers):
             for param, state in () if optimizer is None else optimizer.state.items():
                 if isinstance(state, dict) and (name := self._names.get(id(param))) is not None:
@@ -236,11 +237,12 @@ class Overseer:
                         self._homes[id(home[key])] = home, key
         return sorted(found, key=lambda pair: pair[0])
 
-    def _current(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of the optimizer's state that stands in this one's place: some optimizers make new ones."""
+    def _current(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
+        """The tensor that stands in this one's place: some optimizers make new ones, and a buffer that has changed
+        between steps was noted anew. Buffers are looked at as a whole, and so when their first piece has its turn."""
         home, key = self._homes.get(id(tensor), ((), 0))
         try:
-            now = home[key]
+            now = home[key] if home is not self._buffers else tensor if begin else self._buffers.now(key)
         except (KeyError, IndexError):
             return tensor
         if now is tensor or not isinstance(now, torch.Tensor):

@@ -82,6 +82,16 @@ class LaneBuffers:
         """What buffers were when the step began."""
         return [(name, self._before[name].value) for name in self._names if name in self._before]
 
+    def now(self, name: str) -> torch.Tensor:
+        """What one of them was when the step began, of which no lane has run yet. A large one is looked at again: a
+        fault of the memory counts no version."""
+        seen = self._before[name]
+        if seen.value.nbytes > COMPARED_BYTES and name not in self._known:
+            buffer = self._module.get_buffer(name)
+            if seen.fits(buffer) and not _equal(buffer, seen.value):
+                seen = self._before[name] = _Seen.now(buffer)
+        return seen.value
+
     def changing(self) -> list[torch.Tensor]:
         """Those of them that every step makes anew: what differs there does not stay to be found later."""
         return [value for name, value in self.before() if name in self._known]

@@ -35,7 +35,7 @@ def _late(replicas: Mapping[int, Replica]) -> str | None:
     """The rank that all others wait for waits least itself, in nearly every step."""
     waits = {rank: _waits(replica) for rank, replica in replicas.items()}
     steps = set.intersection(*(set(found) for found in waits.values())) if len(waits) > 1 else set()
-    if not steps:
+    if len(steps) < 2:  # one step says nothing about the next
         return None
     last = Counter(min(waits, key=lambda rank: waits[rank][step]) for step in steps)
     late, times = last.most_common(1)[0]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer
 
 SHOWN_STEPS = 8
-FIRST = 1
+FIRST = 1  # reduction
 
 
 def collect(since_ns: int) -> dict[str, Any]:
@@ -37,8 +37,9 @@ def _read(name: str, reducer: "Reducer", since_ns: int) -> dict[str, Any] | None
     spans = read_timeline(recent)
     steps = list(dict.fromkeys(span.step for span in spans))
     is_partial = reducer.trace.forgets and len(recent) == len(stamps)  # the begin of the first step may be lost
-    is_first = steps[:1] == [FIRST]
-    if len(steps) > 1 and (is_partial or is_first):
+    has_first = any(stamp.moment is Moment.BACKWARD_BEGIN and stamp.backward == FIRST for stamp in recent)
+    leaves_out = len(steps) > 1 and (is_partial or has_first)
+    if leaves_out:
         del steps[0]
         spans = [span for span in spans if span.step in steps]
     shown = set(steps[-SHOWN_STEPS:])
@@ -47,7 +48,7 @@ def _read(name: str, reducer: "Reducer", since_ns: int) -> dict[str, Any] | None
         "device": str(reducer.set.layout.params[0].device),
         "size": reducer.transport.size,
         "steps": len(steps),
-        "after_first": is_first and FIRST not in steps,
+        "after_first": leaves_out and has_first,
         "mean_ms": mean_ms(spans),
         "spans": [[span.kind.value, *span[1:]] for span in spans if span.step in shown],
     }
