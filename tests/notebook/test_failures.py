@@ -147,7 +147,7 @@ def test_a_syntax_error_shows_its_line_and_caret(errors: dict[str, Failed]) -> N
 
 def test_messages_of_several_lines(errors: dict[str, Failed]) -> None:
     assert rendered(*on(errors["many lines"], range(2)))[-3:] == ["ValueError: one", "two", "three"]
-    assert rendered(*on(errors["very many lines"], range(2)))[-2:] == ["this is 2", "… 77 more lines"]
+    assert rendered(*on(errors["very many lines"], range(2)))[-2:] == ["… 77 more lines", "this is 79"]
     assert rendered(*on(errors["note"], range(2)))[-2:] == ["ValueError: said", "and noted"]
     assert len(rendered(*on(errors["wide"], range(2)))[-1]) <= 300
 
