@@ -61,17 +61,34 @@ class Kept:
 
     Several may be kept at a time, and end in any order, as two loops that zip() runs side by side do. What is put back
     at the end is what the first of them has found.
+
+    A loop that was left may be heard of late: whoever keeps its error keeps it too. If someone else has seeded torch's
+    generator by then, nothing is put back, so that this does not depend on when Python collects what.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._found = [(rng_state(device), device)]
         self._ends = sys.is_finalizing  # when Python ends, modules may be gone, and so may the generators
+        self._device = device or torch.device("cpu")
+        self._seeds = False  # whether it has seeded them itself
         self._open: list[Kept] = _here.__dict__.setdefault("open", [])  # of this thread, oldest first
+        self._open[:] = [kept for kept in self._open if not kept._overtaken()]
         self._open.append(self)
 
-    def put_back(self) -> None:
-        """Once; more often does nothing."""
+    def seed(self, number: int) -> None:
+        """Seed the generators until they are put back."""
+        seed_all(number, self._device)
+        self._seeds, _here.seeded = True, number
+
+    def _overtaken(self) -> bool:
+        return self._seeds and torch.default_generator.initial_seed() != _here.__dict__.get("seeded")
+
+    def put_back(self, *, late: bool = False) -> None:
+        """Once; more often does nothing. `late`: perhaps long after what they were kept for was left."""
         if self not in self._open or self._ends():
+            return
+        if late and self._overtaken():
+            self._open.remove(self)
             return
         place = self._open.index(self)
         del self._open[place]

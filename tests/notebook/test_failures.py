@@ -2,12 +2,12 @@
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from paceline.notebook.events import Died, Failed
+from paceline.notebook.fleet.running import Outcome
 from paceline.notebook.page.failures import MAX_LINES, RanksFailed
 from paceline.notebook.page.tracebacks import package_of, without_colours
 from tests.notebook.kernel_cells import run_cells
@@ -38,13 +38,6 @@ CELLS = {
     "minimal mode": "%xmode Minimal\nf(1)",
     "without colours": "%xmode Context\n%colors NoColor\nf(1)",
 }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    failures: tuple[Failed, ...] = ()
-    deaths: tuple[Died, ...] = ()
-    interrupted: bool = False
 
 
 @pytest.fixture(scope="module")

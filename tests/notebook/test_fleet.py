@@ -148,6 +148,22 @@ def test_an_empty_cell_is_quick(fleet: Fleet, capsys: pytest.CaptureFixture[str]
     assert statistics.median(took) < SOON_S
 
 
+def test_only_one_thread_at_a_time(fleet: Fleet) -> None:
+    refused: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            fleet.request("facts", {}, ranks=BOTH)
+        except UsageError as error:
+            refused.append(error)
+
+    timer = threading.Timer(0.2, ask)
+    timer.start()
+    ran(fleet, "import time; time.sleep(0.5)")
+    timer.join()
+    assert "another cell runs on the ranks" in str(refused[0])
+
+
 def test_values_and_facts(fleet: Fleet) -> None:
     ran(fleet, "here = {'rank': rank}")
     answers = fleet.request("pull", {"name": "here"}, ranks=BOTH)

@@ -104,6 +104,7 @@ def test_ranks_that_are_not_there(notebook: Notebook) -> None:
 def test_the_kernel_keeps_its_own_names(notebook: Notebook) -> None:
     notebook.good("x = torch.ones(3); lst = [rank]")
     assert notebook.good("%%local\nprint(x, rank, 'lst' in globals())").stdout == "5 mine False\n"
+    assert "mine\n" in notebook.good("%%local\n%%time\nprint(rank)").stdout, "IPython transforms what is timed anew"
 
 
 def test_mode_off_and_on(notebook: Notebook) -> None:

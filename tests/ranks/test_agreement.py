@@ -233,7 +233,7 @@ class Anew(torch.optim.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
             kept = self.state[param].setdefault("kept", {"m": [torch.zeros_like(param)]})
             kept["m"][0] = 0.9 * kept["m"][0] + param.grad
@@ -244,7 +244,7 @@ class Anew(torch.optim.Optimizer):
 def test_state_that_every_step_makes_anew_is_compared_within_the_rotation(after: int) -> None:
     def body(transport: Transport) -> int:
         session = Session(transport, state_every=4)
-        session.optimizer = Anew(session.model.parameters())
+        session.optimizer = Anew(session.model.parameters())  # type: ignore[assignment]
         for _ in range(6 + after):
             session.step()
         if transport.rank == 1:

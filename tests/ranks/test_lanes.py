@@ -642,6 +642,26 @@ def test_two_loops_side_by_side() -> None:
         assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.parametrize("when", ["in a loop", "between loops"])
+def test_a_loop_that_is_heard_of_late_changes_no_generator(when: str) -> None:
+    """Who keeps an error keeps the loop that it left. Numbers that were seeded since go on as they are."""
+
+    def body(transport: Transport) -> None:
+        one, other = (DDP(net(), transport=transport, lanes=2) for _ in range(2))
+        held = [one.lanes([micro(0, 0), micro(0, 1)], 0)]
+        plain(one, next(held[0]), 0, 0)
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        for x in other.lanes([micro(0, 0), micro(0, 1)], 0):
+            plain(other, x, 0, 0)
+            if when == "in a loop":
+                held.clear()
+        held.clear()
+        assert torch.equal(torch.get_rng_state(), before)
+
+    run(body, 1)
+
+
 def test_a_module_that_is_converted_after_wrapping() -> None:
     def body(transport: Transport, late: bool) -> tuple[torch.Tensor, bool]:
         module: Any = mlp(5, 6, 3) if late else mlp(5, 6, 3).double()

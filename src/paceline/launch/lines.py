@@ -130,6 +130,12 @@ class Fold:
         self._show(tuple(sorted(ranks)), *key)
 
 
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 0-2,5`."""
+    found = sorted(ranks)
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {spans(found)}"
+
+
 def spans(ranks: Iterable[int]) -> str:
     """`0-3,6` for 0, 1, 2, 3, 6."""
     found: list[list[int]] = []

@@ -44,9 +44,8 @@ class Extension:
         # Before the others, which take empty lines away: where a part begins is counted from the cell's first line.
         shell.input_transformers_cleanup.insert(0, self._router)
         shell.Completer.custom_matchers.append(self._matcher)
-        # In a terminal IPython asks after each line whether the cell is complete, and transforms it for that.
-        inputs = shell.input_transformer_manager
-        inputs.check_complete = self._router.resting(inputs.check_complete)
+        shell.events.register("pre_run_cell", self._router.cell_begins)
+        shell.events.register("post_run_cell", self._router.cell_ends)
         kernel = getattr(shell, "kernel", None)
         if kernel is not None:  # IPython offers no other way to answer for names that it does not hold
             self._inspect = kernel.do_inspect
@@ -58,7 +57,8 @@ class Extension:
         self._session.end()
         atexit.unregister(self._session.end)
         shell.input_transformers_cleanup.remove(self._router)
-        vars(shell.input_transformer_manager).pop("check_complete", None)
+        shell.events.unregister("pre_run_cell", self._router.cell_begins)
+        shell.events.unregister("post_run_cell", self._router.cell_ends)
         shell.Completer.custom_matchers.remove(self._matcher)
         if self._inspect is not None:
             shell.kernel.do_inspect = self._inspect

@@ -11,7 +11,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from paceline.errors import UsageError
-from paceline.launch.lines import spans
+from paceline.launch.lines import name_ranks, spans
 from paceline.notebook.fleet.boot import BootFailed
 from paceline.notebook.options import wish_of
 from paceline.notebook.page import status
@@ -90,7 +90,7 @@ class DistMagics(Magics):
         """Kill ranks, as in %dist_kill 1."""
         ranks = self._named(line, "%dist_kill 1")
         self._session.fleet.kill(ranks)
-        self._say(f"killed {_ranks(ranks)}; %dist_restart {spans(ranks)} brings back what was killed")
+        self._say(f"killed {name_ranks(ranks)}; %dist_restart {spans(ranks)} brings back what was killed")
 
     @line_magic
     @_plainly
@@ -212,7 +212,7 @@ class DistMagics(Magics):
         if given.name not in self.shell.user_ns:
             raise UsageError(f"there is no variable {given.name!r} in the notebook's kernel; set it in a %%local cell")
         ranks = self._session.push(given.to or given.name, self.shell.user_ns[given.name], given.ranks)
-        self._say(f"{given.to or given.name} is set on {_ranks(ranks)}")
+        self._say(f"{given.to or given.name} is set on {name_ranks(ranks)}")
 
     # ----
 
@@ -238,7 +238,3 @@ class DistMagics(Magics):
 
 def _parse(magic: Any, line: str) -> Any:
     return parse_argstring(magic, line.partition("#")[0])
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from typing import TypeVar
 
 from IPython.core.inputtransformer2 import leading_indent
 
@@ -16,33 +15,29 @@ _SWITCHES_ON = re.compile(r"\s*%(dist_init|dist_reset|dist_mode\s+(on|-e|--enabl
 _RANK_MAGIC = re.compile(r"((?:\s*(?:#.*)?\n)*\s*%%rank)(?=[\[(!*\d])")
 _LEAVES = ("exit", "quit", "exit()", "quit()")
 
-_Found = TypeVar("_Found")
-
 
 class Router:
     """An input transformer of IPython: lines of a cell in, lines to run out."""
+
+    # So IPython leaves it out when it asks whether a cell is complete: that is not seen from what becomes of it.
+    has_side_effects = True
 
     def __init__(self, session: Session, is_silent: Callable[[], bool], *, in_terminal: bool = False) -> None:
         """`is_silent`: whether it is the frontend that asks for something, and not a person with a cell."""
         self._in_terminal = in_terminal
         self._session = session
         self._is_silent = is_silent
-        self._rests = False
+        self._running = 0
 
-    def resting(self, check: Callable[[str], _Found]) -> Callable[[str], _Found]:
-        """`check` with cells as they are: whether one is complete is not seen from what becomes of it."""
+    def cell_begins(self, info: object) -> None:
+        self._running += 1
 
-        def checked(cell: str) -> _Found:
-            self._rests = True
-            try:
-                return check(cell)
-            finally:
-                self._rests = False
-
-        return checked
+    def cell_ends(self, result: object) -> None:
+        self._running = max(0, self._running - 1)  # the cell that loaded the extension had begun before
 
     def __call__(self, lines: list[str]) -> list[str]:
-        if self._rests or self._is_silent():
+        # What a running cell has IPython transform, as `%time` does below `%%local`, runs where that cell runs.
+        if self._running or self._is_silent():
             return lines
         cell = "".join(leading_indent(lines))
         if self._in_terminal and cell.strip() in _LEAVES:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.lines import spans
+from paceline.launch.lines import name_ranks, spans
 from paceline.notebook.cell.collectives import collectives_in
 from paceline.notebook.cell.selection import parse_ranks
 from paceline.notebook.events import Noticed
@@ -137,7 +137,7 @@ class Session:
         if silent:
             self.living(",".join(map(str, silent)))  # one that died meanwhile is named
             raise UsageError(
-                f"{_named(silent)} did not answer within {VALUES_S:.0f} s: look with %dist_status what it does"
+                f"{name_ranks(silent)} did not answer within {VALUES_S:.0f} s: look with %dist_status what it does"
             )
 
 
@@ -150,10 +150,6 @@ def _would_wait(code: str, ranks: Sequence[int], size: int, first_line: int) -> 
     first = calls[0]
     return (
         f"{first.name} in line {first.line + first_line - 1} is for all ranks, but this cell runs on "
-        f"{_named(ranks)} alone: it waits until {_named(others)} "
+        f"{name_ranks(ranks)} alone: it waits until {name_ranks(others)} "
         f"{'runs' if len(others) == 1 else 'run'} it too. Stop the cell to end the wait"
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"

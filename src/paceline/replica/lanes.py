@@ -17,7 +17,7 @@ from torch import nn
 
 from paceline.blocks import listed
 from paceline.errors import UsageError
-from paceline.randomness import Kept, mixed, seed_all
+from paceline.randomness import Kept, mixed
 from paceline.reducer import lane_step
 from paceline.reducer.lanes import Shapes
 from paceline.reducer.reducer import Reducer
@@ -78,7 +78,7 @@ class LaneLoop:
         handled, python_ends = sys.exception(), sys.is_finalizing
         try:
             for lane, micro in zip(self._lanes.mine, given, strict=True):
-                seed_all(mixed(self._seed, step, lane), self._device)
+                loop.kept.seed(mixed(self._seed, step, lane))
                 loop.lane = lane
                 self._lanes.open(lane, _shapes(micro))
                 yield micro
@@ -178,7 +178,7 @@ class LaneLoop:
         if loop.lane >= 0:
             self.buffers.lane_ended(loop.lane)  # so they are again what the step has found
             loop.lane = -1
-        loop.kept.put_back()
+        loop.kept.put_back(late=True)
         if waits or self._core.dropped:
             self._end_step(loop)
 

@@ -1,10 +1,12 @@
 """The ranks of a notebook: started, run, interrupted, restarted and ended from the user's kernel."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import zmq
 
@@ -22,8 +24,27 @@ from paceline.notebook.fleet.stop import Stop
 from paceline.notebook.fleet.switchboard import Switchboard
 
 SETTLE_S = 1.0
+_Given = ParamSpec("_Given")
+_Found = TypeVar("_Found")
+
 LEAVE_S = 1.0  # how long ranks have to go by themselves
 KILL_S = 5.0
+
+
+def _by_one_thread(method: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
+    """Of two threads, as of a kernel with subshells, each would take the other's answers off the channels."""
+
+    @wraps(method)
+    def alone(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
+        lock = args[0]._lock  # type: ignore[attr-defined]
+        if not lock.acquire(blocking=False):
+            raise UsageError("another cell runs on the ranks: wait for its end, or stop it")
+        try:
+            return method(*args, **kwargs)
+        finally:
+            lock.release()
+
+    return alone
 
 
 class Fleet:
@@ -35,6 +56,7 @@ class Fleet:
         self.size = wish.size
         self.generation = 0
         self._wish = wish
+        self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
         self._board: Switchboard | None = None
         self._folder = Path()
@@ -92,6 +114,7 @@ class Fleet:
 
     # What is known -------------------------------------------------------------------------------------------------
 
+    @_by_one_thread
     def ranks(self) -> list[RankFacts]:
         """What is known of every rank, without asking it."""
         self._there.turn(0.0, ())
@@ -122,6 +145,7 @@ class Fleet:
 
     # Cells ---------------------------------------------------------------------------------------------------------
 
+    @_by_one_thread
     def run(
         self,
         code: str,
@@ -145,7 +169,7 @@ class Fleet:
                 running = Running(board, view, Group(self._store, "nccl" in self.seating.backend), stop)
                 board.turn(0.0, ("control",))
                 if dead := self._dead_among(ranks, view):
-                    return Outcome((), dead, interrupted=False, seconds=0.0)
+                    return Outcome(deaths=dead)
                 self._refuse_busy(ranks)
                 outcome = running.run(with_line_numbers(code, first_line), ranks, count, allow_stdin)
                 if outcome.interrupted:
@@ -191,6 +215,7 @@ class Fleet:
 
     # Questions -----------------------------------------------------------------------------------------------------
 
+    @_by_one_thread
     def request(
         self,
         op: str,
@@ -205,6 +230,7 @@ class Fleet:
         asked = {rank: {**content, "op": op} for rank in ranks}
         return self._there.ask(asked, buffers=buffers, within_s=within_s)
 
+    @_by_one_thread
     def ask(self, rank: int, msg_type: str, content: Mapping[str, Any], within_s: float) -> dict[str, Any] | None:
         """A question of a frontend ("complete_request", "inspect_request") to an idle rank; None for no answer."""
         self._check_ranks([rank])
@@ -216,6 +242,7 @@ class Fleet:
 
     # Single ranks --------------------------------------------------------------------------------------------------
 
+    @_by_one_thread
     def kill(self, ranks: Sequence[int]) -> None:
         """SIGKILL, and wait for the end."""
         self._check_ranks(ranks)
@@ -239,6 +266,7 @@ class Fleet:
                 f"device or a file system does not answer; nothing was started in its place"
             )
 
+    @_by_one_thread
     def restart(self, ranks: Sequence[int], show: Callable[[BootView], None]) -> None:
         """New processes for these ranks, dead or alive; the others keep their variables. Forms the next generation."""
         self._check_ranks(ranks)

@@ -26,10 +26,10 @@ FREED_S = 1.0  # after a death, how long others have to find out by themselves
 class Outcome:
     """How a cell ended. `deaths` are also those of asked ranks that were dead before; then nothing was run."""
 
-    failures: tuple[Failed, ...]
-    deaths: tuple[Died, ...]
-    interrupted: bool
-    seconds: float
+    failures: tuple[Failed, ...] = ()
+    deaths: tuple[Died, ...] = ()
+    interrupted: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

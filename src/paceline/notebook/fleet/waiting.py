@@ -1,10 +1,10 @@
 """Who waits for whom, in one sentence, while a cell hangs."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.launch.lines import spans
+from paceline.launch.lines import name_ranks
 from paceline.launch.tracebacks import cut
 
 # All ranks in one and the same call may only be moving many bytes.
@@ -62,12 +62,6 @@ def notice(
     return f"{after}, all ranks are in the same call: {who[0]}"
 
 
-def name(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0-2,5`."""
-    found = sorted(ranks)
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {spans(found)}"
-
-
 def _by_place(positions: Mapping[int, Position]) -> dict[Position, list[int]]:
     """Ranks at one place together, the lowest first."""
     found: dict[Position, list[int]] = {}
@@ -82,15 +76,15 @@ def _first(places: dict[Position, list[int]]) -> list[tuple[Position, list[int]]
 
 
 def _waits(ranks: list[int], position: Position) -> str:
-    return f"{name(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {position.waits_in}{position.place}"
+    return f"{name_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {position.waits_in}{position.place}"
 
 
 def _idle(ranks: Collection[int]) -> list[str]:
-    return [f"{name(ranks)}, which {'is' if len(ranks) == 1 else 'are'} idle"] if ranks else []
+    return [f"{name_ranks(ranks)}, which {'is' if len(ranks) == 1 else 'are'} idle"] if ranks else []
 
 
 def _silent(ranks: Collection[int]) -> list[str]:
-    return [f"{name(ranks)}, which {'does' if len(ranks) == 1 else 'do'} not answer"] if ranks else []
+    return [f"{name_ranks(ranks)}, which {'does' if len(ranks) == 1 else 'do'} not answer"] if ranks else []
 
 
 def _busy(positions: Mapping[int, Position]) -> list[str]:
@@ -100,6 +94,6 @@ def _busy(positions: Mapping[int, Position]) -> list[str]:
         verb = "is" if len(ranks) == 1 else "are"
         source = f": {cut(position.source, MAX_SOURCE)}" if position.source else ""
         where = f"at line {position.line}{source}" if position.line is not None else "busy outside of the cell's lines"
-        found.append(f"{name(ranks)}, which {verb} {where}")
+        found.append(f"{name_ranks(ranks)}, which {verb} {where}")
     elsewhere = sum(map(len, places.values())) - sum(len(ranks) for _, ranks in _first(places))
     return [*found, f"{elsewhere} ranks elsewhere"] if elsewhere else found

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.errors import PacelineError
 from paceline.launch.failure import End, follows
-from paceline.launch.lines import spans
+from paceline.launch.lines import name_ranks, spans
 from paceline.launch.tracebacks import HEADER, cut
 from paceline.notebook.events import Died, Failed
+from paceline.notebook.fleet.running import Outcome
 from paceline.notebook.page.tracebacks import Section, draw, read, without_colours
 
 MAX_LINES = 15  # of one error, on however many ranks
@@ -25,29 +25,16 @@ _CXX_PLACE = re.compile(r"^\[[^\]]*\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
 
-class HowItEnded(Protocol):
-    """What is needed of a fleet's `Outcome`."""
-
-    @property
-    def failures(self) -> Sequence[Failed]: ...
-
-    @property
-    def deaths(self) -> Sequence[Died]: ...
-
-    @property
-    def interrupted(self) -> bool: ...
-
-
 class RanksFailed(PacelineError):
     """A cell failed on some ranks. `outcome` has the whole tracebacks, in `failures`, and `deaths`."""
 
-    def __init__(self, outcome: HowItEnded, size: int) -> None:
+    def __init__(self, outcome: Outcome, size: int) -> None:
         super().__init__(outcome, size)
         self.outcome = outcome
         self.size = size
 
     def __str__(self) -> str:
-        deaths = [f"{_name(ranks)} {_how(died, ranks)}" for ranks, died in _same_deaths(self.outcome.deaths)]
+        deaths = [f"{name_ranks(ranks)} {_how(died, ranks)}" for ranks, died in _same_deaths(self.outcome.deaths)]
         causes, consequences = self._errors()
         errors = [error.title(self.size) + error.brief() for error in causes or ([] if deaths else consequences)]
         return "; ".join([*deaths, *errors]) or "the cell failed"
@@ -64,7 +51,7 @@ class RanksFailed(PacelineError):
             if number < MAX_WHOLE:
                 lines += error.draw(self.size, MAX_MORE if lines else MAX_LINES)
         lines += _shorten([error.title(self.size) + error.brief() for error in causes[MAX_WHOLE:]], MAX_NAMED, "errors")
-        followed = [f"{_name(error.ranks)}{error.brief(named=True)} (a consequence)" for error in consequences]
+        followed = [f"{name_ranks(error.ranks)}{error.brief(named=True)} (a consequence)" for error in consequences]
         lines += _shorten(followed, MAX_NAMED, "errors")
         return lines
 
@@ -97,7 +84,7 @@ class _Error:
 
     def title(self, size: int, *, colour: bool = False) -> str:
         name = self.failures[0].name
-        return f"{_red(name) if colour else name} on {_name(self.ranks)} ({len(self.ranks)} of {size})"
+        return f"{_red(name) if colour else name} on {name_ranks(self.ranks)} ({len(self.ranks)} of {size})"
 
     def brief(self, *, named: bool = False) -> str:
         """What it says, in one line."""
@@ -132,7 +119,8 @@ class _Error:
         )
         head = f": {first.value.split(chr(10))[0]}" if place else ": what it says differs"
         found = [
-            f"  {_name(ranks)}: {cut(lines[place] if place < len(lines) else '', 160)}" for lines, ranks in said.items()
+            f"  {name_ranks(ranks)}: {cut(lines[place] if place < len(lines) else '', 160)}"
+            for lines, ranks in said.items()
         ]
         if len(found) > most:
             others = sum(map(len, list(said.values())[most - 1 :]))
@@ -186,7 +174,7 @@ def _same_deaths(deaths: Sequence[Died]) -> list[tuple[list[int], Died]]:
 
 def _tell_death(ranks: list[int], died: Died, size: int) -> list[str]:
     words = [cut(line, MAX_WIDTH) for line in died.words if line.strip()][-MAX_WORDS:]
-    found = [f"{_name(ranks)} {_how(died, ranks)} ({len(ranks)} of {size})"]
+    found = [f"{name_ranks(ranks)} {_how(died, ranks)} ({len(ranks)} of {size})"]
     if words:
         found += ["Last lines of standard error:", *(f"  {line}" for line in words)]
     them = "it" if len(ranks) == 1 else "them"
@@ -195,10 +183,6 @@ def _tell_death(ranks: list[int], died: Died, size: int) -> list[str]:
 
 def _how(died: Died, ranks: list[int]) -> str:
     return died.how if len(ranks) == 1 else re.sub(r"^was\b", "were", died.how)
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
 
 
 def _red(text: str) -> str:

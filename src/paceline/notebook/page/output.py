@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
-from paceline.launch.lines import QUIET_S, Fold, spans
+from paceline.launch.lines import QUIET_S, Fold, name_ranks, spans
 from paceline.notebook.events import Cleared, Died, Ended, Event, Failed, Noticed, Showed, Wrote
 from paceline.notebook.page.bars import Board, Boards, Source
 from paceline.notebook.page.overflow import Overflow
@@ -293,12 +293,6 @@ class CellView:
             lines = str(data["text/plain"]).split("\n")
             data["text/plain"] = "\n".join(self._with_gutter(item.ranks, line) for line in lines)
         return data, dict(item.rich.metadata)
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0-2,5`."""
-    found = sorted(ranks)
-    return f"rank {found[0]}" if len(found) == 1 else f"ranks {spans(found)}"
 
 
 def _page_id(event: Showed) -> str | None:
