@@ -104,9 +104,12 @@ class DistMagics(Magics):
     @_plainly
     def dist_shutdown(self, line: str) -> None:
         """End all ranks. Cells run in the notebook's kernel again."""
-        had, size = self._session.has_ranks, self._session.fleet.size if self._session.has_ranks else 0
+        if not self._session.has_ranks:
+            self._say("there are no ranks")
+            return
+        size = self._session.fleet.size
         self._session.end()
-        self._say(f"ended {size} ranks; cells run in this kernel again" if had else "there are no ranks")
+        self._say(f"ended {size} rank{'s' if size > 1 else ''}; cells run in this kernel again")
 
     @line_magic
     @_plainly

@@ -1,11 +1,13 @@
-"""A replica outlives its process group: when ranks were interrupted or replaced, it goes on in the group after it.
+"""A replica outlives its process group: when ranks were interrupted, it goes on in the group after it.
+
+All ranks must hold it still. A rank whose process was replaced does not: there the model is made anew, on all ranks.
 
 What an interrupt leaves behind
 -------------------------------
 Ranks that are stopped at any time stand in different places: one in the reduction of a step, the next one still in its
 forward, or already past the optimizer's update. Gradients that were under way are dropped on all of them. Where one has
-stepped and another has not, they differ by a step; rank 0's parameters and optimizer state are then taken by all, and a
-line says so.
+stepped and another has not, they differ by a step; the majority's parameters and optimizer state are then taken by all,
+or rank 0's where there is no majority, and a line says so.
 """
 
 import gc
@@ -44,7 +46,6 @@ def rejoin(replica: Any) -> None:
     give_up(replica._core)
     if replica._lane_count is not None:
         replica._lane_loop.begin_anew()
-    replica._group_is_gone = False
     replica._transport.close()
     replica._join_world(replica._transport_choice, None, None)
     replica._check_same_model("broadcast")
@@ -60,6 +61,7 @@ def rejoin(replica: Any) -> None:
     move(replica)
     if isinstance(overseer, Overseer):
         overseer.begin_anew(replica._transport)
+    replica._group_is_gone = False  # not before: who fails on the way, or is stopped again, tries again
 
 
 def move(replica: Any) -> None:
