@@ -66,6 +66,11 @@ class LaneLoop:
         self._warned: set[str] = set()
 
     def run(self, micros: Iterable[Micro], step: int) -> Iterator[Micro]:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "a step of lanes cannot go into a CUDA graph: its random numbers are seeded, and its gradients "
+                "exchanged, from the host; capture a replica without lanes, or run lanes outside of the capture"
+            )
         self._leave(waits=True)  # the loop before this one, if it has not come to its end
         stale = lane_step.begin(self._core)
         try:
@@ -113,11 +118,6 @@ class LaneLoop:
                 f"rank {transport.rank} of {transport.size} runs {len(lanes.mine)} of {lanes.count} lanes "
                 f"({listed(lanes.mine)}) and needs a micro for each of them, got {given}; "
                 f"paceline.Loader(..., lanes={lanes.count}) deals them"
-            )
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UsageError(
-                "a step of lanes cannot go into a CUDA graph: its random numbers are seeded, and its gradients "
-                "exchanged, from the host; capture a replica without lanes, or run lanes outside of the capture"
             )
 
     def _owe(self, step: int) -> None:
