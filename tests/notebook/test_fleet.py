@@ -387,6 +387,30 @@ def test_a_rank_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         Fleet(Wish(2, gpu_ids=())).start(unseen)
 
 
+FULL = """
+import resource
+from paceline.notebook.fleet.fleet import Fleet
+from paceline.notebook.fleet.placing import Wish
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file can take a byte, as on a full disk
+try:
+    Fleet(Wish(2, gpu_ids=())).start(lambda _: None)
+finally:
+    import tempfile
+    tempfile.tempdir = tempfile.os.environ["TMPDIR"]  # it had room when the kernel started
+    Fleet(Wish(2, gpu_ids=())).start(lambda _: None)
+"""
+
+
+def test_a_disk_without_room(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, env=environment, check=False)
+    assert "UsageError: the sockets of the ranks cannot be made in any folder" in done.stderr
+    assert f"UsageError: the sockets of the ranks cannot be made in {tmp_path}/paceline-notebook-" in done.stderr
+    assert done.stderr.count("make room there, or set TMPDIR to a folder that can be written") == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_wishes_that_cannot_be_granted() -> None:
     with pytest.raises(UsageError, match="there is no GPU 99"):
         Fleet(Wish(2, gpu_ids=(99,)))

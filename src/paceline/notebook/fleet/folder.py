@@ -20,7 +20,10 @@ def private_folder() -> Iterator[Path]:
 
     Its owner holds a lock. Who was killed cannot take its folder away; the next one does, since nobody holds that lock.
     """
-    base = Path(tempfile.gettempdir())
+    try:
+        base = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:  # it lists all that it has tried
+        raise no_room("any folder for temporary files", error) from error
     base = base if len(str(base)) < LONGEST else Path("/tmp")
     _sweep(base)
     try:
@@ -37,7 +40,7 @@ def private_folder() -> Iterator[Path]:
         os.close(lock)
 
 
-def no_room(folder: Path, error: OSError) -> UsageError:
+def no_room(folder: Path | str, error: OSError) -> UsageError:
     """The error of someone whose disk is full, or not theirs to write on."""
     return UsageError(
         f"the sockets of the ranks cannot be made in {folder}: {error.strerror or error}; make room there, or set "
