@@ -388,7 +388,7 @@ def test_a_rank_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 FULL = """
-import resource
+import os, resource, tempfile
 from paceline.notebook.fleet.fleet import Fleet
 from paceline.notebook.fleet.placing import Wish
 
@@ -396,8 +396,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no file can take a byte, as
 try:
     Fleet(Wish(2, gpu_ids=())).start(lambda _: None)
 finally:
-    import tempfile
-    tempfile.tempdir = tempfile.os.environ["TMPDIR"]  # it had room when the kernel started
+    tempfile.tempdir = os.environ["TMPDIR"]  # it had room when the kernel started
     Fleet(Wish(2, gpu_ids=())).start(lambda _: None)
 """
 
