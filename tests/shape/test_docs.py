@@ -1,6 +1,7 @@
 """What the documents say is run or looked up."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -30,14 +31,54 @@ def references() -> list[tuple[str, str]]:
     return REFERENCE.findall(text_of("ARCHITECTURE.md"))
 
 
-@pytest.mark.parametrize("number", range(len(python_blocks())))
-def test_a_python_block_of_the_readme_runs(number: int, tmp_path: Path) -> None:
+# One process loads torch, and each block runs in a fork of it, as the first thing that is done with torch there.
+RUN_BLOCKS = """
+import json, os, sys, traceback
+import torch
+codes = []
+for number, block in enumerate(json.load(sys.stdin)):
+    pid = os.fork()
+    if not pid:
+        try:
+            os.mkdir(str(number))
+            os.chdir(str(number))
+            os.dup2(os.open("output", os.O_WRONLY | os.O_CREAT), 1)
+            os.dup2(1, 2)
+            exec(compile(block, f"block {number}", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(json.dumps(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def readme_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A folder with one for each block, and the exit codes."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {name: value for name, value in os.environ.items() if name not in launcher}
     environ |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "error", "-c", python_blocks()[number]]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 0, done.stderr
+    folder = tmp_path_factory.mktemp("readme")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", RUN_BLOCKS],
+        input=json.dumps(python_blocks()),
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+    )
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("number", range(len(python_blocks())))
+def test_a_python_block_of_the_readme_runs(number: int, readme_blocks: tuple[Path, list[int]]) -> None:
+    folder, codes = readme_blocks
+    assert codes[number] == 0, (folder / str(number) / "output").read_text()
 
 
 def resolves(file: Path, name: str) -> bool:
