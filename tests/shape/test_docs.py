@@ -34,7 +34,8 @@ def references() -> list[tuple[str, str]]:
 # One process loads torch, and each block runs in a fork of it, as the first thing that is done with torch there.
 RUN_BLOCKS = """
 import json, os, sys, traceback
-import torch
+import torch, torch.distributed, torch.utils.data
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # makes torch load its compiler, for a second
 codes = []
 for number, block in enumerate(json.load(sys.stdin)):
     pid = os.fork()
