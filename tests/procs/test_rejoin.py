@@ -1,5 +1,6 @@
 """A replica outlives its process group: stopped at different places of a step, ranks go on together in the next one."""
 
+import gc
 import logging
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def form_again(rank: int, size: int, folder: str, number: int) -> int:
 def stopped_apart(rank: int, size: int, folder: str, transport: str, lanes: int | None) -> list[list[float]]:
     """Rank 0 waits in a reduction that rank 1 never comes to, and after the next one rank 1 makes an update alone."""
     logging.getLogger("paceline").setLevel(logging.ERROR)
+    gc.collect()  # replicas of tests before this one, in the same process
     torch.manual_seed(3)
     store = dist.FileStore(f"{folder}/0", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

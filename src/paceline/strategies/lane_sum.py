@@ -1,6 +1,6 @@
 """The sum over all lanes, in one binary tree over lane numbers: the same bits on any number of ranks."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -9,10 +9,13 @@ from torch.nn.functional import pad
 from paceline.blocks import Block, aligned_blocks, lanes_of
 from paceline.collectives.api import Op, Transport, Work
 from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
+from paceline.collectives.spare import SpareMemory
 from paceline.collectives.tree import tree_sum_of_blocks
 from paceline.errors import UsageError
 from paceline.strategies.side_stream import SideStream
 from paceline.strategies.steps import SteppedWork, Steps
+
+PIECE_BYTES = 8 << 20
 
 
 class LaneSum:
@@ -33,6 +36,7 @@ class LaneSum:
             raise UsageError(f"lanes must be at least 1, got {lanes}")
         self._lanes = lanes
         self._side = SideStream()
+        self._spare = SpareMemory()
         self._chains = transport is None or self._must_chain(transport, device or torch.device("cpu"))
 
     @property
@@ -60,7 +64,7 @@ class LaneSum:
             flat.copy_(tree_sum_of_blocks(dict(blocks), self._lanes))
         if transport.size == 1 or self._in_one(transport, flat.device):
             return Flight(transport.all_reduce(flat, Op.TREE))
-        steps = _reduce(flat, blocks, self._lanes, transport)
+        steps = _reduce(flat, blocks, self._lanes, transport, self._spare)
         if _queues(transport, flat.device):
             return Flight(self._side.run(steps, flat.device, uses=[flat, *(part for _, part in blocks)]))
         return Flight(SteppedWork(steps))
@@ -106,7 +110,9 @@ def _is_tree_of_ranks(lanes: int, size: int) -> bool:
     return all(len(own) == 1 and own[0][0] == rank * blocks[0][0][1] for rank, own in enumerate(blocks))
 
 
-def _reduce(flat: torch.Tensor, blocks: Sequence[LaneBlock], lanes: int, transport: Transport) -> Steps:
+def _reduce(
+    flat: torch.Tensor, blocks: Sequence[LaneBlock], lanes: int, transport: Transport, spare: SpareMemory
+) -> Steps:
     """Leave the sum of all blocks of all ranks in `flat`, which is the last of this rank's blocks."""
     size = transport.size
     cut = _cut(lanes, size)
@@ -116,26 +122,45 @@ def _reduce(flat: torch.Tensor, blocks: Sequence[LaneBlock], lanes: int, transpo
     over = flat.numel() - body
     rest = flat.new_empty(size)
     if over:  # fewer elements than there are ranks
-        own = yield from _own_slice([pad(part[body:], (0, size - over)) for part in sent], cut, lanes, transport)
+        ends = [pad(part[body:], (0, size - over)) for part in sent]
+        own = yield from _own_slice(ends, cut, lanes, transport, spare)
         yield transport.all_gather(rest, own)
-    if body:
-        own = yield from _own_slice([part[:body] for part in sent], cut, lanes, transport)
-        yield transport.all_gather(flat[:body], own)
+    for piece in _pieces(body, flat, size):
+        own = yield from _own_slice([part[piece] for part in sent], cut, lanes, transport, spare)
+        yield transport.all_gather(flat[piece], own)
     if over:
         flat[body:] = rest[:over]
     transport.saw_sum(flat)
 
 
+def _pieces(body: int, flat: torch.Tensor, size: int) -> Iterator[slice]:
+    """On a host, pieces: what is received needs memory beside the bucket, and so little of it. Each is a multiple of
+    the number of ranks."""
+    most = body if flat.device.type != "cpu" else max(size, PIECE_BYTES // flat.element_size() // size * size)
+    return (slice(begin, min(begin + most, body)) for begin in range(0, body, max(1, most)))
+
+
 def _own_slice(
-    sent: Sequence[torch.Tensor], cut: Sequence[Sequence[Block]], lanes: int, transport: Transport
+    sent: Sequence[torch.Tensor],
+    cut: Sequence[Sequence[Block]],
+    lanes: int,
+    transport: Transport,
+    spare: SpareMemory,
 ) -> Generator[Work, None, torch.Tensor]:
     """The part of the sum that this rank makes, from one slice of every block."""
-    rounds = []
+    rounds, lent = [], []
     for part in sent:
-        slices = torch.empty_like(part)
+        if part.device.type == "cpu":
+            lent.append(spare.take(part.numel(), part.dtype))
+            slices = lent[-1][: part.numel()]
+        else:
+            slices = torch.empty_like(part)
         yield transport.exchange(slices, part, lanes)
         rounds.append(slices.view(transport.size, -1))
-    return tree_sum_of_blocks(_by_block(rounds, cut), lanes)
+    total = tree_sum_of_blocks(_by_block(rounds, cut), lanes)
+    for memory in lent:
+        spare.give_back(memory)
+    return total
 
 
 def _by_block(rounds: Sequence[torch.Tensor], cut: Sequence[Sequence[Block]]) -> dict[Block, torch.Tensor]:
