@@ -108,8 +108,12 @@ def serve(descriptor: int, parent: int) -> None:
     """Fork and reap as asked, until the other end goes away."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends workers by id
-    import tests.models  # noqa: F401 - brings torch and paceline
+    import torch
+
+    import tests.models  # noqa: F401 - brings paceline
     from tests.pool import serve as work
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # makes torch load its compiler, which takes a second
 
     line = socket.socket(fileno=descriptor)
     while True:

@@ -152,7 +152,7 @@ def test_stopped_and_resumed_is_the_run_that_was_not_stopped(quiet: Training, te
     assert first.ended() == 143, first.output()
     stopped = first.result()
     assert stopped["ended"] == "stopped" and stopped["steps"] < 16, first.output()
-    second = start("run", *QUICK, "--data", str(text), "--ranks", "3")  # lanes give the same bits in any world
+    second = start("run", *QUICK, "--data", str(text), "--ranks", "1")  # lanes give the same bits in any world
     assert second.ended() == 0, second.output()
     assert f"resumed from step {stopped['steps']}; 0 step(s)" in second.output()
     assert second.result()["digest"] == quiet.result()["digest"]

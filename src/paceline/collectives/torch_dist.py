@@ -33,16 +33,8 @@ from paceline.collectives.api import (
 from paceline.collectives.finite import ADDING, Sent
 from paceline.collectives.own_group import form_own_group, leave_own_group, own_backends
 from paceline.collectives.peers import StoreCall
-from paceline.collectives.spare import SpareMemory
-from paceline.collectives.torch_work import (
-    BorrowingWork,
-    Pin,
-    SeenWork,
-    SlicedWork,
-    StagedWork,
-    StreamWork,
-    current_device,
-)
+from paceline.collectives.spare import BorrowingWork, SpareMemory, gather_on_host
+from paceline.collectives.torch_work import Pin, SeenWork, SlicedWork, StagedWork, StreamWork, current_device
 from paceline.collectives.wait import finish
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
@@ -87,8 +79,7 @@ class TorchDistTransport:
         self._pin = Pin(self._moves)
         self._backends: dict[torch.device, str] = {}
         self._recent: deque[Any] = deque(maxlen=16)
-        self._sent = Sent()
-        self._spare = SpareMemory()
+        self._sent, self._spare = Sent(), SpareMemory()
         self._watch = watch if watch is not None else watch_of(group)
 
     @property
@@ -173,18 +164,11 @@ class TorchDistTransport:
             return StagedWork(self.all_gather(staged, part.to(current_device())), staged, out)
         if self._is_python:
             return python_group.all_gather(self._group, out, part)
+        call, sent, filled = describe("all_gather", part, ""), _real(part.detach().reshape(-1)), _real(out.view(-1))
         if self._backend(part.device) == "gloo" and part.device.type == "cpu":
-            return self._gather_on_host(out, part)
-        raw = self._moves._allgather_base(_real(out.view(-1)), _real(part.reshape(-1)), AllgatherOptions())
-        return self._begun(raw, describe("all_gather", part, ""), out, 1)
-
-    def _gather_on_host(self, out: torch.Tensor, part: torch.Tensor) -> Work:
-        """gloo's own all_gather fills new memory and copies that, on a thread whose heap keeps it."""
-        memory = self._spare.take(out.numel(), part.dtype)
-        copies = memory[: out.numel()]
-        copies.view(self._size, -1).copy_(part.detach().reshape(1, -1).expand(self._size, -1))
-        raw = self._moves.alltoall_base(_real(out.view(-1)), _real(copies), [], [], AllToAllOptions())
-        return BorrowingWork(self._begun(raw, describe("all_gather", part, ""), out, 1), self._spare, memory)
+            raw, memory = gather_on_host(self._moves, filled, sent, self._spare)
+            return BorrowingWork(self._begun(raw, call, out, 1), self._spare, memory)
+        return self._begun(self._moves._allgather_base(filled, sent, AllgatherOptions()), call, out, 1)
 
     def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
         check_exchange(out, flat, self._size)

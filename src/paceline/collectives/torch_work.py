@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from paceline.collectives.api import Work
 from paceline.collectives.finite import Look
-from paceline.collectives.spare import SpareMemory
 
 
 class Pin:
@@ -145,26 +144,6 @@ class SeenWork:
         if self._look is not None:
             self._look.at_result(self._tensor)
             self._look = None
-        return True
-
-
-class BorrowingWork:
-    """A collective that reads from spare memory until it is complete."""
-
-    def __init__(self, work: Work, spare: SpareMemory, memory: torch.Tensor) -> None:
-        self._work = work
-        self._spare = spare
-        self._memory: torch.Tensor | None = memory
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def wait(self, seconds: float) -> bool:
-        if not self._work.wait(seconds):
-            return False
-        if self._memory is not None:
-            self._spare.give_back(self._memory)
-            self._memory = None
         return True
 
 
