@@ -62,5 +62,5 @@ def gather_on_host(group: Any, out: torch.Tensor, part: torch.Tensor, spare: Spa
     """
     memory = spare.take(out.numel(), part.dtype)
     copies = memory[: out.numel()]
-    copies.view(-1, part.numel()).copy_(part)
+    copies.view(group.size(), -1).copy_(part)  # a part may be empty
     return group.alltoall_base(out, copies, [], [], AllToAllOptions()), memory
