@@ -19,6 +19,7 @@ from paceline.notebook.fleet.fleet import Fleet
 from paceline.notebook.fleet.kernel import RankState
 from paceline.notebook.fleet.placing import Wish
 from tests.notebook.conftest import Record, unseen
+from tests.notebook.notebook import alive, gone_within
 
 BOTH = (0, 1)
 # Enough on a busy machine; what is measured is printed.
@@ -367,12 +368,12 @@ def test_close_leaves_no_process(fleet: Fleet, capsys: pytest.CaptureFixture[str
         "import subprocess\nchild = subprocess.Popen(['sleep', '1000'], start_new_session=True)\nprint(child.pid)",
     )
     pids = [found.pid for found in fleet.ranks()] + [int(view.text(rank)) for rank in BOTH]
-    assert all(alive(pid) for pid in pids)
+    assert alive(pids) == pids
     began = time.monotonic()
     fleet.close()
     fleet.close()
     told(capsys, f"closed in {time.monotonic() - began:.1f} s")
-    assert not [pid for pid in pids if alive(pid)]
+    assert not alive(pids)
     with pytest.raises(IllegalMove, match="there are no ranks"):
         fleet.run("1", BOTH, Record())
 
@@ -455,21 +456,10 @@ def test_killing_the_users_kernel_leaves_nothing() -> None:
     try:
         assert driver.stdout is not None
         *pids, forked = [int(word) for _ in range(3) for word in driver.stdout.readline().split()]
-        assert len(pids) == 6 and all(alive(pid) for pid in pids)
+        assert len(pids) == 6 and alive(pids) == pids
     finally:
         driver.kill()
         driver.communicate()
-    until = time.monotonic() + SOON_S
-    while any(alive(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not [pid for pid in pids if alive(pid)]
-    assert alive(forked)
+    assert gone_within(pids, SOON_S)
+    assert alive([forked])
     os.kill(forked, signal.SIGKILL)
-
-
-def alive(pid: int) -> bool:
-    """A zombie that nobody has taken in yet does nothing any more."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -23,12 +23,12 @@ from paceline.notebook.fleet.running import Group, Outcome, Running, with_line_n
 from paceline.notebook.fleet.stop import Stop
 from paceline.notebook.fleet.switchboard import Switchboard
 
-SETTLE_S = 1.0
-_Given = ParamSpec("_Given")
-_Found = TypeVar("_Found")
-
+SETTLE_S = 1.0  # for a cell that nobody listened to
 LEAVE_S = 1.0  # how long ranks have to go by themselves
 KILL_S = 5.0
+
+_Given = ParamSpec("_Given")
+_Found = TypeVar("_Found")
 
 
 def _by_one_thread(method: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
@@ -154,7 +154,6 @@ class Fleet:
         *,
         count: int | None = None,
         first_line: int = 1,
-        allow_stdin: bool = True,
     ) -> Outcome:
         """Run code on some ranks until it has ended on all of them, showing what they say as it comes.
 
@@ -171,7 +170,7 @@ class Fleet:
                 if dead := self._dead_among(ranks, view):
                     return Outcome(deaths=dead)
                 self._refuse_busy(ranks)
-                outcome = running.run(with_line_numbers(code, first_line), ranks, count, allow_stdin)
+                outcome = running.run(with_line_numbers(code, first_line), ranks, count)
                 if outcome.interrupted:
                     self._form_again(view, stop)
                 return outcome

@@ -56,13 +56,13 @@ class Running:
         self._free_at: float | None = None
         self._read_at = 0.0
 
-    def run(self, code: str, ranks: Sequence[int], count: int | None, allow_stdin: bool) -> Outcome:
+    def run(self, code: str, ranks: Sequence[int], count: int | None) -> Outcome:
         content = {
             "code": code,
             "silent": False,
             "store_history": True,
             "user_expressions": {},
-            "allow_stdin": allow_stdin,
+            "allow_stdin": True,
             "stop_on_error": False,  # or the next cell would be refused if it came at once
         }
         metadata = {} if count is None else {"paceline": {"count": count}}

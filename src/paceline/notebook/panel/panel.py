@@ -52,7 +52,10 @@ def widget(timelines: Mapping[int, Mapping[str, Any]]) -> Any:
 
     Where a frontend cannot show widgets after all, it shows the HTML of `panel`.
     """
-    bundle = panel(timelines)
+    return _widget(timelines, panel(timelines))
+
+
+def _widget(timelines: Mapping[int, Mapping[str, Any]], bundle: Mapping[str, Any]) -> Any:
     if not bundle or find_spec("anywidget") is None or not _in_notebook():
         return None
     import anywidget
@@ -79,7 +82,8 @@ def show_panel(timelines: Mapping[int, Mapping[str, Any]]) -> Callable[[], None]
     from IPython import display
 
     show: Any = display.display
-    shown, bundle = widget(timelines), panel(timelines)
+    bundle = panel(timelines)
+    shown = _widget(timelines, bundle)
     if shown is not None:
         handle = show(shown, display_id=True)
         return lambda: handle.update(bundle, raw=True)
