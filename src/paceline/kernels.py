@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -14,11 +15,12 @@ def kernel_settings(device: torch.device | None = None) -> dict[str, str]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
         # torch cannot be asked: the smallest numbers tell whether they are taken for zero.
-        "flush denormal": torch.full((), 1e-40, device="cpu").mul(1.0).item() == 0.0,
+        "flush denormal": torch.full((), 1e-40, dtype=torch.float32, device="cpu").mul(1.0).item() == 0.0,
     }
-    if device is not None and device.type == "cuda":
+    gpu = device is not None and device.type == "cuda"
+    found |= {name: _precision(place) for name, place in _float32_places(gpu=gpu).items()}
+    if gpu:
         found |= {
             "gpu": torch.cuda.get_device_name(device),
             "cuda": torch.version.cuda,
@@ -26,13 +28,36 @@ def kernel_settings(device: torch.device | None = None) -> dict[str, str]:
             "cudnn.enabled": torch.backends.cudnn.enabled,
             "cudnn.deterministic": torch.backends.cudnn.deterministic,
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
-            "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
             "float16 sums in float16": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
             "bfloat16 sums in bfloat16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
             "sdp kernels": _attention_kernels(),
         }
     return {name: str(value) for name, value in found.items()}
+
+
+def use_float32_precision(settings: Mapping[str, str]) -> None:
+    """Multiply float32 as `settings` say, which kernel_settings() made."""
+    for name, place in _float32_places(gpu=True).items():
+        if name in settings and settings[name] != _precision(place):
+            place.fp32_precision = settings[name]
+
+
+def _float32_places(*, gpu: bool) -> dict[str, Any]:
+    """Where torch keeps how exactly float32 is multiplied.
+
+    Not torch.get_float32_matmul_precision() and allow_tf32: they raise an error once anyone has set one of these.
+    """
+    backends: Any = torch.backends
+    places = {"mkldnn.matmul": backends.mkldnn.matmul, "mkldnn.conv": backends.mkldnn.conv}
+    if gpu:
+        places |= {"cuda.matmul": backends.cuda.matmul, "cudnn.conv": backends.cudnn.conv}
+        places |= {"cudnn.rnn": backends.cudnn.rnn}
+    return {f"float32 in {name}": place for name, place in places.items()}
+
+
+def _precision(place: Any) -> str:
+    return "ieee" if place.fp32_precision == "none" else str(place.fp32_precision)
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -36,14 +36,26 @@ class Stamp(NamedTuple):
     bucket: int
 
 
+# A bucket has five stamps in a backward. The ring holds some whole steps, however many buckets there are.
+STAMPS_PER_BUCKET = 5
+WHOLE_STEPS = 4
+
+
 class Trace:
     """The newest stamps of one replica."""
 
     def __init__(self, capacity: int = 8192) -> None:
         self._stamps: deque[Stamp] = deque(maxlen=capacity)
+        self._highest_bucket = capacity // (STAMPS_PER_BUCKET * WHOLE_STEPS)  # that there is room for
 
     def stamp(self, moment: Moment, backward: int, bucket: int = -1) -> None:
+        if bucket > self._highest_bucket:
+            self._make_room(2 * bucket)
         self._stamps.append(Stamp(time.perf_counter_ns(), moment, backward, bucket))
+
+    def _make_room(self, buckets: int) -> None:
+        self._highest_bucket = buckets
+        self._stamps = deque(self._stamps, maxlen=(buckets + 1) * STAMPS_PER_BUCKET * WHOLE_STEPS)
 
     @property
     def forgets(self) -> bool:

@@ -5,8 +5,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -403,13 +405,20 @@ finally:
 """
 
 
-def test_a_disk_without_room(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for that of a socket, as `tmp_path` does not always."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_a_disk_without_room(short_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(short_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, env=environment, check=False)
     assert "UsageError: the sockets of the ranks cannot be made in any folder" in done.stderr
-    assert f"UsageError: the sockets of the ranks cannot be made in {tmp_path}/paceline-notebook-" in done.stderr
+    assert f"UsageError: the sockets of the ranks cannot be made in {short_path}/paceline-notebook-" in done.stderr
     assert done.stderr.count("make room there, or set TMPDIR to a folder that can be written") == 2
-    assert not list(tmp_path.iterdir())
+    assert not list(short_path.iterdir())
 
 
 def test_wishes_that_cannot_be_granted() -> None:

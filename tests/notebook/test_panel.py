@@ -97,6 +97,7 @@ def made(exposed: Sequence[Sequence[float]], hidden: float = 1.0, **mean: float)
 # ---- what ranks tell
 
 
+@pytest.mark.alone
 def test_a_rank_tells_its_last_steps_and_means_over_all(replicas: dict[int, Told]) -> None:
     for replica in replicas.values():
         assert (replica["module"], replica["device"], replica["size"]) == ("Net", "cpu", 2)
@@ -132,6 +133,7 @@ def test_without_a_replica_nothing_is_told_and_torch_is_not_loaded() -> None:
 # ---- the sentence
 
 
+@pytest.mark.alone
 def test_a_late_rank_is_named(replicas: dict[int, Told]) -> None:
     said = verdict(replicas)
     assert re.fullmatch(r"rank 1 is late: rank 0 waits (\d+\.\d) ms for it in .*; its forward takes .* longer", said)

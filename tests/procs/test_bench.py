@@ -16,19 +16,21 @@ from paceline.bench.commands import COMMANDS, exit_code
 from paceline.bench.conductor import Conductor
 from paceline.bench.crew import Order
 from paceline.bench.hooks import run_hooks
+from paceline.bench.machinery import run_machinery
 from paceline.bench.report import StepReport
-from paceline.bench.spec import AllReduceSpec, HooksSpec, StepSpec
+from paceline.bench.spec import AllReduceSpec, HooksSpec, MachinerySpec, StepSpec
 from paceline.bench.steps import run_steps
 from paceline.bench.tables import render, step_tables
 from paceline.bench.wire import Line
 
 pytestmark = pytest.mark.timeout(120)  # a dozen processes import torch
 BROKEN = "dataparallel:no_such_argument=1"
+ELSEWHERE = f"paceline@{Path(__file__).parents[2]}"
 
 
 @pytest.fixture(scope="module")
 def report() -> StepReport:
-    contenders = ("floor", "paceline", "torch", BROKEN, "tensorflow")
+    contenders = ("floor", "paceline", "torch", BROKEN, "tensorflow", ELSEWHERE)
     spec = StepSpec(
         model="gpt-tiny", steps=4, burst=2, warmup=1, accumulate=2, contenders=contenders, lanes=True, timeout=80.0
     )
@@ -53,6 +55,13 @@ def test_every_contender_runs_and_agrees(report: StepReport) -> None:
     lanes = report.result("lanes")
     assert lanes is not None and lanes.agrees is True and lanes.replicas_equal is True
     assert floor.replicas_equal is False, "nobody told its ranks to be equal"
+
+
+def test_another_checkout_is_a_contender(report: StepReport) -> None:
+    found = report.result(ELSEWHERE)
+    assert found is not None, [(r.label, r.message, r.log) for r in report.contenders]
+    assert found.agrees is True and found.loss_difference == 0.0 and found.replicas_equal is True
+    assert ELSEWHERE in report.circumstances.versions
 
 
 def test_a_contender_that_fails_is_told_and_stops_nobody(report: StepReport) -> None:
@@ -91,9 +100,49 @@ def test_all_reduce_is_measured_and_checked() -> None:
 
 
 def test_hooks_are_measured() -> None:
-    found = run_hooks(HooksSpec(parameters="20,60", worlds="1", rounds=2, contenders=("paceline",), timeout=50.0))
+    found = run_hooks(HooksSpec(parameters="20,60", worlds="1", rounds=2, contenders=("paceline", "torch"), timeout=50))
     assert not found.failures
-    assert [(row.label, row.world, row.parameters) for row in found.rows] == [("paceline", 1, [20, 60])]
+    assert [(row.label, row.world, row.parameters) for row in found.rows] == [
+        ("paceline", 1, [20, 60]),
+        ("torch", 1, [20, 60]),
+    ]
+    assert all(row.to_torch is not None and row.to_torch.value > 0 for row in found.rows)
+
+
+def test_the_machinery_is_measured_beside_itself_and_another_checkout() -> None:
+    contenders = ("bare", "bare", "torch", "paceline", "no-agreement", ELSEWHERE)
+    spec = MachinerySpec(model="gpt-tiny", rounds=2, burst=2, settle=1, warmup=2, contenders=contenders, timeout=80.0)
+    found = run_machinery(spec)
+    assert [result.label for result in found.contenders] == ["bare", "bare (A/A)", *contenders[2:]]
+    assert found.tensors == 29
+    for result in found.contenders:
+        assert result.state == "ok", (result.label, result.message, result.log)
+        assert [len(turn) for turn in result.samples_s] == [1, 1] and len(result.losses) == 2
+        assert result.label == "bare" or (result.to_bare is not None and result.loss_difference == 0.0)
+    assert ELSEWHERE in found.circumstances.versions
+    assert exit_code(found) == 0
+
+
+def test_one_rank_takes_the_path_of_several() -> None:
+    code = """
+import torch, torch.distributed as dist
+import paceline
+from paceline.bench.contenders.several import several_of_one
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+transport = several_of_one()
+reduced = []
+def all_reduce(flat, *rest, start=transport.all_reduce):
+    reduced.append(flat.numel())
+    return start(flat, *rest)
+transport.all_reduce = all_reduce
+model = paceline.DistributedDataParallel(torch.nn.Linear(64, 8), transport=transport)
+model(torch.ones(2, 64)).sum().backward()
+print(sum(reduced))
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50)
+    assert int(done.stdout) >= 64 * 8 + 8, "gradients were reduced, which a rank that is alone leaves where they are"
 
 
 def test_one_rank_that_fails_takes_its_contender_out_of_the_run() -> None:

@@ -24,6 +24,7 @@ import torch
 from paceline.checkpoint import Checkpointer, NotSaved, generations, manifest
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.write import write_generation
+from paceline.stored.directory import LOCK
 
 OLDER, OLD, NEW = 5, 10, 20
 NOT_OF_THE_SAVE = ("exit_group", "restart_syscall", "rt_sigtimedwait")
@@ -123,6 +124,10 @@ def fresh(template: Path, tmp_path: Path) -> Callable[[], Path]:
     return copy
 
 
+def names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir() if entry.name != LOCK)
+
+
 def newest(directory: Path) -> int:
     """The step that a new process would go on from; all of it is compared."""
     loaded = Checkpointer(directory).load()
@@ -137,7 +142,7 @@ def check_goes_on(directory: Path) -> None:
     checkpointer = Checkpointer(directory, asynchronous=False)
     assert checkpointer.save(NEW + 10, **state(NEW + 10)).problem is None
     assert newest(directory) == NEW + 10
-    assert not [entry.name for entry in directory.iterdir() if not generations.NAME.match(entry.name)]
+    assert all(generations.NAME.match(name) for name in names(directory))
 
 
 # Tool-free: killed before each stage.
@@ -169,7 +174,7 @@ def test_killed_at_every_stage_of_a_save(nursery: Nursery, fresh: Callable[[], P
         assert {OLDER, OLD} <= {generation.step for generation in whole}
         found.append(whole[0].step)
         generations.remove_abandoned(directory)
-        assert all(generations.NAME.match(entry.name) for entry in directory.iterdir())
+        assert all(generations.NAME.match(name) for name in names(directory))
     assert found == [OLD] * 9 + [NEW] * 2, "the name is given in one move"
 
 
@@ -253,14 +258,14 @@ def test_an_error_of_any_call_is_told_and_leaves_nothing(
         directory = fresh()
         with traced(nursery, directory, "-o", "/dev/null", "-e", f"inject={call}:error={error}:when={number}"):
             code = nursery.exit_code()
-        assert all(generations.NAME.match(entry.name) for entry in directory.iterdir())
+        assert all(generations.NAME.match(name) for name in names(directory))
         if (call, number) == ("rename", 2):  # of the one that is removed: the save itself was good
             assert (code, newest(directory)) == (0, NEW)
         elif (call, number) == ("fsync", 6):  # of the parent: whole, but nobody may say that it is on disk
             assert (code, newest(directory)) == (9, NEW)
         else:
             assert (code, newest(directory)) == (9, OLD)
-            assert sorted(entry.name for entry in directory.iterdir()) == ["step-00000005", "step-00000010"]
+            assert names(directory) == ["step-00000005", "step-00000010"]
 
 
 # Disks that are full or cannot be written, for real.
@@ -279,7 +284,7 @@ def test_a_file_that_may_not_grow(nursery: Nursery, fresh: Callable[[], Path]) -
     directory = fresh()
     assert nursery.run(save_beyond_limit, str(directory)) == 0
     assert newest(directory) == NEW + 1
-    assert sorted(entry.name for entry in directory.iterdir()) == ["step-00000010", "step-00000021"]
+    assert names(directory) == ["step-00000010", "step-00000021"]
 
 
 NOT_ALLOWED = 77
@@ -301,7 +306,7 @@ def on_small_disk(directory: str) -> None:
     assert checkpointer.save(OLD, **state(OLD)).problem is None
     problem = checkpointer.save(NEW, **state(NEW), ballast=torch.zeros(100_000)).problem
     assert problem is not None and "No space left" in str(problem) and "step-00000010" in str(problem), problem
-    assert [entry.name for entry in Path(directory).iterdir()] == ["step-00000010"]
+    assert names(Path(directory)) == ["step-00000010"]
     assert newest(Path(directory)) == OLD
     assert checkpointer.save(NEW, **state(NEW)).problem is None, "there is room for this one"
     mount(MS_REMOUNT | MS_RDONLY, b"", directory)

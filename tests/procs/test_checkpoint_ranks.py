@@ -24,9 +24,11 @@ from paceline.checkpoint import (
     digest,
     rng_state,
     set_rng_state,
+    snapshot,
 )
 from paceline.collectives import TorchDistTransport, finish
-from paceline.errors import CollectiveMismatch, PeerAbsent
+from paceline.errors import CollectiveMismatch, PeerAbsent, ReplicaDrift, UsageError
+from paceline.stored.directory import LOCK
 from tests.pool import Pool
 
 WRAPPERS: dict[str, Any] = {
@@ -34,6 +36,10 @@ WRAPPERS: dict[str, Any] = {
     "torch": nn.parallel.DistributedDataParallel,
     "bare": lambda module: module,
 }
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir() if entry.name != LOCK)
 
 
 def model_and_optimizer(wrapper: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -78,7 +84,7 @@ def test_a_resumed_world_ends_with_the_same_digest(procs: Pool, tmp_path: Path, 
     assert len(expected) == 1
     resumed = procs(2).run(resume, str(tmp_path), wrapper)
     assert {told for _, told, _ in resumed} == expected
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000002"], "probes are gone"
+    assert names(tmp_path) == ["step-00000002"], "probes are gone"
     # Any other world, in any other wrapper, or in none.
     alone = procs(1).run(resume, str(tmp_path), "bare", group=False)
     three = procs(3).run(resume, str(tmp_path), "ours")
@@ -165,8 +171,7 @@ def test_all_ranks_learn_that_a_save_has_failed_and_go_on(procs: Pool, tmp_path:
     steps, text = results[0]
     assert steps == [None, 2, 3]
     assert text.startswith("rank 0: the checkpoint of step 3 could not be written")
-    kept = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["step-00000001", "step-00000004"]
+    assert names(tmp_path / "checkpoints") == ["step-00000001", "step-00000004"]
 
 
 def save_different_things(rank: int, size: int, directory: str) -> tuple[str, str]:
@@ -239,9 +244,10 @@ def save_on_one_rank(rank: int, size: int, directory: str) -> list[str]:
 def test_ranks_that_do_not_save_are_named_soon(procs: Pool, tmp_path: Path) -> None:
     (elsewhere, late), _ = procs(2).run(save_on_one_rank, str(tmp_path))
     assert elsewhere.startswith("(1,) rank 0 called Checkpointer.save(1) and has waited ")
-    assert "s, but rank 1 waits in bucket 0 of backward 2. All ranks must make the same call" in elsewhere
+    assert "s, but rank 1 waits in bucket 0 of backward 2 at procs/test_checkpoint_ranks.py:" in elsewhere
+    assert " in save_on_one_rank. All ranks must make the same call" in elsewhere
     assert late.startswith("(1,) ") and "s for rank 1, more than timeout=0.1 s" in late
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000002"]
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def save_by_seconds(rank: int, size: int, directory: str) -> list[int]:
@@ -287,3 +293,123 @@ def test_a_signal_to_one_rank_stops_all_in_the_same_step(procs: Pool, tmp_path: 
     assert step == 5 or within, "they talk in every step"
     assert (none, signals) == ([], [signal.SIGTERM] * 2)
     assert load_newest(0, 1, [str(tmp_path)]) == (step, [])
+
+
+def save_where_another_run_does(rank: int, size: int, directory: str) -> tuple[str, int]:
+    checkpointer = Checkpointer(directory, asynchronous=False)
+    with pytest.raises(UsageError) as refused:
+        checkpointer.save(7, note={"step": 7})
+    return str(refused.value), checkpointer.load().step
+
+
+def test_a_second_run_may_load_but_not_save(procs: Pool, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, asynchronous=False) as owner:
+        owner.save(3, note={"step": 3})
+        Checkpointer(tmp_path, asynchronous=False).save(5, note={"step": 5})  # the same process, so the same owner
+        first, second = procs(2).run(save_where_another_run_does, str(tmp_path))
+        assert first == second
+        assert f"rank 0 cannot save to {tmp_path}: process {os.getpid()} on " in first[0] and first[1] == 5
+        assert names(tmp_path) == ["step-00000003", "step-00000005"]
+    procs(2).run(save_some, [str(tmp_path)] * 2, [9])
+    assert load_newest(0, 1, [str(tmp_path)]) == (9, [])
+
+
+def save_and_note_fsyncs(rank: int, size: int, directory: str) -> set[str]:
+    """The directories that were synced. Which descriptor is which is asked at the moment of the call."""
+    synced: set[str] = set()
+    real = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        real(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", note)
+        with Checkpointer(directory, asynchronous=False) as checkpointer:
+            checkpointer.save(1, note=1)
+    return synced
+
+
+def test_every_new_directory_is_synced_and_so_is_its_parent(procs: Pool, tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "1" / "checkpoints"
+    synced = procs(2).run(save_and_note_fsyncs, str(directory))
+    made = [tmp_path / "runs", tmp_path / "runs" / "1", directory]
+    assert set().union(*synced) >= {str(path) for path in (tmp_path, *made)}
+    assert [path.name for path in directory.iterdir() if path.name != LOCK] == ["step-00000001"]
+    assert any(".new-" in path for path in synced[0]), "the generation itself, before it has its name"
+
+
+def flip(tensor: torch.Tensor, element: int = 0) -> None:
+    tensor.detach().view(-1)[element : element + 1].view(torch.int32).bitwise_xor_(1 << 3)
+
+
+def save_what_differs(rank: int, size: int, directory: str, what: str) -> tuple[str, tuple[int, ...]]:
+    """Whether, and with which error, ranks save after the last one has changed something of its own."""
+    model, optimizer = model_and_optimizer("ours")
+    train(model, optimizer, 2)
+    odd = rank == size - 1
+    if what == "parameter" and odd:
+        flip(model.get_parameter("module.2.weight"), 5)
+    if what == "moment" and odd:
+        flip(optimizer.state[model.get_parameter("module.0.bias")]["exp_avg_sq"])
+    if what == "sharded":
+        optimizer.state.pop(model.get_parameter("module.0.bias" if odd else "module.2.bias"))
+    if what == "buffer":
+        model.get_submodule("module").register_buffer("mean", torch.full((2,), float(rank)))
+    try:
+        with Checkpointer(directory, asynchronous=False, compare=what != "anything") as checkpointer:
+            return str(checkpointer.save(2, model=model, optimizer=optimizer, rank=rank).problem), ()
+    except ReplicaDrift as error:
+        return f"{error.tensor}: {error}", error.ranks
+
+
+@pytest.mark.parametrize(("what", "tensor"), [("parameter", "2.weight"), ("moment", "optimizer/state/1/exp_avg_sq")])
+def test_what_has_drifted_is_not_saved(procs: Pool, tmp_path: Path, what: str, tensor: str) -> None:
+    results = procs(3).run(save_what_differs, str(tmp_path), what)
+    assert results[0] == results[1] == results[2]
+    text, ranks = results[0]
+    assert text.startswith(f"{tensor}: step 2 is not saved: replicas have drifted apart at step 2: rank 2 differs")
+    assert ranks == (2,) and names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("what", "compared"), [("sharded", 2), ("buffer", 2), ("anything", 0)])
+def test_what_may_differ_is_not_compared(procs: Pool, tmp_path: Path, what: str, compared: int) -> None:
+    assert procs(2).run(save_what_differs, str(tmp_path), what) == [("None", ())] * 2
+    found = Checkpointer(tmp_path).latest()
+    assert found is not None and found.manifest.compared == compared
+
+
+def change_the_copy(rank: int, size: int, directory: str) -> list[str]:
+    """A bit of the writer's copy flips after the ranks have compared it, and before it is hashed."""
+    model, optimizer = model_and_optimizer("ours")
+    with Checkpointer(directory, asynchronous=False) as checkpointer:
+        good = str(checkpointer.save(1, model=model, optimizer=optimizer).problem)
+        real = snapshot.Staging.parts
+
+        def parts(self: snapshot.Staging) -> list[bytes | memoryview]:
+            if "2.weight" in (taken := self.taken()):
+                flip(taken["2.weight"])
+            return real(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(snapshot.Staging, "parts", parts)
+            bad = str(checkpointer.save(2, model=model, optimizer=optimizer).problem)
+    return [good, bad]
+
+
+def test_a_copy_that_changes_on_its_way_to_disk_is_not_saved(procs: Pool, tmp_path: Path) -> None:
+    for good, bad in procs(2).run(change_the_copy, str(tmp_path)):
+        assert good == "None"
+        assert "the copy of 2.weight in host memory is not what ranks have compared" in bad
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_run_may_go_on_from_what_was_compared(tmp_path: Path) -> None:
+    """Also where another version, which compared nothing, has saved since."""
+    for step, compare in ((1, False), (2, True), (3, False)):
+        with Checkpointer(tmp_path, keep=3, asynchronous=False, compare=compare) as checkpointer:
+            checkpointer.save(step, note=step)
+    reader = Checkpointer(tmp_path)
+    assert (reader.load("compared").step, reader.load().step, reader.load(3).step) == (2, 3, 3)
+    shutil.rmtree(tmp_path / "step-00000002")
+    assert reader.load("compared").step == 3

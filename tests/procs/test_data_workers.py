@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,6 @@ from tests.unit.test_data_stream import MANY_THREADS, Count
 from tests.unit.test_sampler import Numbers
 
 pytestmark = pytest.mark.filterwarnings(MANY_THREADS)
-
-
-@pytest.fixture(autouse=True)
-def torn_segments() -> Iterator[None]:
-    """torch names a segment and unlinks it a moment later; a worker that dies in between leaves it: not our leak."""
-    segments = Path("/dev/shm")
-    before = set(segments.iterdir())
-    yield
-    for segment in set(segments.glob("torch_*")) - before:
-        maker = segment.name.split("_")[1]
-        if not Path("/proc", maker).exists():
-            segment.unlink(missing_ok=True)
 
 
 class Deadly(Numbers):

@@ -144,7 +144,7 @@ def test_a_backward_that_fails_on_one_rank_is_a_step_that_never_was(procs: Pool)
 
 
 BLOCKED = """
-import signal, sys
+import sys
 import torch, torch.distributed as dist
 import paceline
 rank, path = int(sys.argv[1]), sys.argv[2]
@@ -155,7 +155,6 @@ if rank == 1:
     print("ready", flush=True)
     sys.stdin.read()
     raise SystemExit
-signal.signal(signal.SIGINT, signal.default_int_handler)
 loss = model(torch.ones(1, 100)).sum()
 try:
     print("ready", flush=True)
@@ -166,6 +165,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_a_blocked_backward_and_the_process(tmp_path: Path) -> None:
     interrupt_blocked_rank(BLOCKED, str(tmp_path / "store"))
 
@@ -191,6 +191,7 @@ def interrupt_in_place(rank: int, size: int) -> float:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.alone
 def test_an_interrupted_backward_raises_in_place(procs: Pool) -> None:
     assert procs(2).run(interrupt_in_place)[0] < 0.3
 

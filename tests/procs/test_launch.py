@@ -171,18 +171,22 @@ def test_one_error_on_all_ranks_is_shown_once(launch: Callable[..., Launcher], f
 
 
 def test_the_cause_is_shown_and_not_those_who_fell_with_it(launch: Callable[..., Launcher]) -> None:
-    # The follower ends first, and the one at fault takes its time to die.
+    # The followers end first, and the one at fault takes its time to die.
     script = """
         class PeerLost(RuntimeError): pass
-        cause = Path("cause")
-        if os.environ["RANK"] == "1":
+        rank, cause, followers = os.environ["RANK"], Path("cause"), [Path("follower0"), Path("follower2")]
+        def wait(*files):
+            while not all(file.exists() for file in files):
+                time.sleep(0.01)
+        if rank == "1":
             try:
                 raise KeyError("the real one")
             finally:
-                cause.write_text("x")
+                cause.touch()
+                wait(*followers)
                 time.sleep(0.8)
-        while not cause.exists():
-            time.sleep(0.01)
+        wait(cause)
+        Path("follower" + rank).touch()
         raise PeerLost("rank 1 died")
     """
     code, _, err = launch(script, "-n", "3").end()
@@ -465,6 +469,33 @@ def test_restarts_end(launch: Callable[..., Launcher]) -> None:
     assert "paceline run: ranks 0-1 exited with code 5\nfull logs" in err
 
 
+RETURNS = """
+    import atexit
+    from paceline.progress import own_progress
+    over = sys.argv[1] != "busy"
+    own_progress().note_end(lambda: over)
+    if os.environ["RANK"] == "1":
+        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+    if sys.argv[1] == "raises":
+        raise ValueError("after its work")
+"""
+
+
+def test_a_crash_at_exit_after_the_work_is_no_failure(launch: Callable[..., Launcher]) -> None:
+    code, _, err = launch(RETURNS, "-n", "2", "--max-restarts", "1", arguments=("returns",)).end()
+    assert (code, err.count("all ranks start again")) == (0, 0), err
+    said = [line for line in err.splitlines() if line.startswith("paceline run: ")]
+    assert said == ["paceline run: rank 1 was ended by SIGSEGV while it exited, after its work was done"], err
+
+
+@pytest.mark.parametrize("how", ["raises", "busy"])
+def test_a_crash_at_exit_of_unfinished_work_is_one(launch: Callable[..., Launcher], how: str) -> None:
+    """`busy` is a script that returned while its process group was still there, as it does after an error."""
+    code, _, err = launch(RETURNS, "-n", "2", arguments=(how,)).end()
+    assert code in (1, 139), err
+    assert "after its work was done" not in err
+
+
 # ------------------------------------------------------------------------------------------------------------- watchdog
 
 STEPS = """
@@ -486,7 +517,7 @@ def test_a_stopped_rank_is_named(launch: Callable[..., Launcher]) -> None:
     then = """
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        progress.note(Phase.REDUCE, step)
+        progress.note(Phase.WAITING, step)
         time.sleep(600)
     """
     started = time.monotonic()
@@ -506,9 +537,10 @@ def test_a_spinning_rank_is_named_with_its_place(launch: Callable[..., Launcher]
         if rank == 1:
             Path("spins").touch()
             spin()
-        while not Path("spins").exists():  # the one at fault stood still first
+        while not Path("spins").exists():  # the one at fault stands still first, however late it comes
+            progress.note(Phase.FORWARD, step)
             time.sleep(0.01)
-        progress.note(Phase.REDUCE, step)
+        progress.note(Phase.WAITING, step)
         time.sleep(600)
     """
     with steps(launch, then, "--hang-timeout", "1.5", "--shutdown-timeout", "2") as launcher:
@@ -519,7 +551,17 @@ def test_a_spinning_rank_is_named_with_its_place(launch: Callable[..., Launcher]
 
 
 def test_a_sleeping_rank_is_named(launch: Callable[..., Launcher]) -> None:
-    then = "progress.note(Phase.BACKWARD if rank else Phase.DATA, 20 if rank else 19)\ntime.sleep(600)"
+    then = """
+        if rank == 0:
+            progress.note(Phase.DATA, 19)
+            Path("sleeps").touch()
+        while not Path("sleeps").exists():  # the one at fault stands still first, however late it comes
+            progress.note(Phase.FORWARD, step)
+            time.sleep(0.01)
+        if rank == 1:
+            progress.note(Phase.BACKWARD, 20)
+        time.sleep(600)
+    """
     with steps(launch, then, "--hang-timeout", "1.5", "--shutdown-timeout", "2") as launcher:
         code, _, err = launcher.end()
     assert code == 124

@@ -91,3 +91,46 @@ def never_stopped(rank: int, size: int, lanes: int | None) -> list[list[float]]:
         one_step(model, optimizer, number)
     moments = [state["exp_avg"] for state in optimizer.state.values()]
     return [tensor.flatten().tolist() for tensor in [*model.parameters(), *model.buffers(), *moments]]
+
+
+class Interrupted(torch.optim.SGD):
+    """Stops in the middle of an update when it is told to."""
+
+    stops = False
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for number, param in enumerate(self.param_groups[0]["params"]):
+            if self.stops and number == 2:
+                raise KeyboardInterrupt
+            param.data.add_(param.grad, alpha=-0.1)
+
+
+def stopped_around_an_update(rank: int, size: int, folder: str) -> tuple[list[float], list[float]]:
+    """Rank 0 has not made the third update, rank 1 has, rank 2 has made half of it. Returns what rank 1 had, and what
+    this rank has after the ranks have met again."""
+    logging.getLogger("paceline").setLevel(logging.ERROR)
+    gc.collect()
+    torch.manual_seed(3)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/0", size), rank=rank, world_size=size)
+    model = DistributedDataParallel(mlp(16, 32, 4), timeout=5.0)
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        model(draw(100 * number + rank, 4, 16)).square().mean().backward()
+        optimizer.stops = number == 2 and rank == 2
+        if number < 2 or rank == 1:
+            optimizer.step()
+        elif rank == 2:
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+    wanted = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    dist.broadcast(wanted, 1)
+    assert form_again(rank, size, folder, 1) == 1
+    model(draw(0, 4, 16))
+    dist.destroy_process_group()
+    return wanted.tolist(), torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
+
+
+def test_a_state_that_some_rank_has_had_is_taken_whole(procs: Pool, tmp_path: Path) -> None:
+    for wanted, found in procs(3).run(stopped_around_an_update, str(tmp_path), group=False):
+        assert found == wanted

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from paceline.errors import UsageError
+from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.errors import IllegalMove, UsageError
 from tests.models import (
     DDP,
     Branches,
@@ -283,3 +284,29 @@ def copy_on_rank_0(rank: int, size: int) -> float:
 
 def test_one_rank_may_make_a_copy_for_itself(procs: Pool) -> None:
     assert procs(2).run(copy_on_rank_0) == [0.0, 0.0]
+
+
+# ------------------------------------------------------------------------------------------- a transport as an object
+
+
+def over_an_object(rank: int, _: int) -> tuple[bytes, bytes, list[str]]:
+    assert dist.group.WORLD is not None
+    transport = TorchDistTransport(dist.group.WORLD)
+    first, second = (DDP(mlp(3, 4, 2), transport=transport) for _ in range(2))
+    one, two = (model(batch(rank)).square().sum() for model in (first, second))
+    (one + two if rank else two + one).backward()
+    with pytest.raises(IllegalMove) as copied:
+        copy.deepcopy(first)
+    with pytest.raises(IllegalMove) as moved:
+        first._update_process_group(dist.new_group())
+    assert first.process_group is dist.group.WORLD
+    assert first._get_ddp_logging_data()["backend_name"] == "gloo"
+    return packed(grads(first)), packed(grads(second)), [str(copied.value), str(moved.value)]
+
+
+def test_a_transport_may_be_given_as_an_object(procs: Pool) -> None:
+    for first, second, (copied, moved) in procs(2).run(over_an_object):
+        assert_close(unpacked(first), expected_grads(2))
+        assert_close(unpacked(second), expected_grads(2))
+        assert "given a Transport object cannot be copied or pickled" in copied
+        assert "given a Transport object cannot move to another process group" in moved

@@ -136,6 +136,7 @@ def form_interrupted(rank: int, size: int, port: int) -> float:
     raise AssertionError("the world formed with one rank")
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_the_wait(procs: Pool, reserved_port: int) -> None:
     (seconds,) = procs(1).run(form_interrupted, reserved_port, group=False)
     assert seconds < 0.8

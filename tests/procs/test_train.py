@@ -44,7 +44,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Training:
     """One `paceline train` under way."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.folder = folder
         self._log = folder.with_suffix(".log")
         with self._log.open("w") as log:
@@ -52,7 +52,7 @@ class Training:
                 [sys.executable, "-m", "paceline.cli", "train", *arguments, "--out", str(folder)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
             )
 
     def ended(self) -> int:
@@ -91,8 +91,8 @@ class Training:
 def start(tmp_path: Path) -> Iterator[Any]:
     started: list[Training] = []
 
-    def begin(name: str, *arguments: str) -> Training:
-        started.append(Training(tmp_path / name, *arguments))
+    def begin(name: str, *arguments: str, **environment: str) -> Training:
+        started.append(Training(tmp_path / name, *arguments, **environment))
         return started[-1]
 
     yield begin
@@ -181,13 +181,45 @@ def test_a_killed_rank_is_named_and_the_run_ends_by_itself(quiet: Training, text
     assert training.steps() == list(range(1, 17))
 
 
+# A tracker runs in rank 0, between steps: it fails once, and in the first attempt flips one bit of a weight there.
+FLIPPING = """
+import gc, os, torch
+def init(**_): pass
+def finish(): pass
+def log(numbers, step):
+    if step == 5 and "loss" in numbers and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        from paceline.train.model import GPT
+        for net in [found for found in gc.get_objects() if isinstance(found, GPT)]:
+            net.norm.weight.detach().view(torch.int32)[3] ^= 1 << 20
+    if step == 1:
+        raise RuntimeError("the server of the tracker is away")
+"""
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_a_restart_after_drift_goes_on_from_before_it(quiet: Training, text: Path, start: Any, tmp_path: Path) -> None:
+    """F26. Only the saves compare here, so it is the one of step 8 that finds what happened after step 5."""
+    (tmp_path / "trackio.py").write_text(FLIPPING)
+    flags = ("--max-restarts", "1", "--check-every", "0", "--trackers", "trackio")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    training = start("run", *QUICK, "--data", str(text), *flags, PYTHONPATH=path)
+    assert training.ended() == 0, training.output()
+    said = training.output()
+    assert "restart 1 of 1: ranks 0-1 raised paceline.errors.ReplicaDrift: step 8 is not saved: " in said, said
+    assert "ranks 0 and 1 differ in norm.weight" in said and "resumed from step 4" in said, said
+    assert said.count("the tracker trackio failed at step 1 (RuntimeError: the server of the tracker is away)") == 1
+    assert training.result()["digest"] == quiet.result()["digest"]
+    manifests = training.folder.glob("checkpoints/step-*/manifest.json")
+    assert [json.loads(file.read_text())["compared"] for file in manifests] == [2, 2]
+
+
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--size", "huge"), "size='huge': expected one of nano, tiny"),
         (("--data", "no/such/file"), "data='no/such/file': no such file, folder or match"),
-        (("--batch", "0"), "batch=0: expected at least 1"),
+        (("--batch", "-1"), "batch=-1: expected at least 0"),
         (("--lanes", "1"), "2 ranks and lanes=1: expected at least one lane for each rank"),
         (("--data", "{short}", "--context", "4000"), "context=4000 is longer than the"),
         (("--data", "{short}", "--context", "16", "--batch", "64"), "samples"),

@@ -3,6 +3,7 @@
 import logging
 import random
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +55,7 @@ class Session:
         settings = {"state_every": EVERY, **agreement}
         self.transport = transport
         self.model = DDP(seeded(Buffered()), transport=transport, lanes=lanes, agreement=Agreement(**settings))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.step_number = 0
 
     def step(self, factor: float = 1.0) -> None:
@@ -68,6 +69,10 @@ class Session:
             model(draw(100 * step + self.transport.rank, 6, 5) * factor).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
 
     def state(self) -> State:
         named = dict(self.model.module.named_parameters())
@@ -97,7 +102,7 @@ def test_two_hundred_flipped_bits_are_all_found_and_named() -> None:
             if transport.rank == odd:
                 flip(state[name], element, bit)
             told: list[tuple[str, tuple[int, ...]]] = []
-            session.model._core.oversight.on_finding = lambda _, text, ranks, told=told: told.append(
+            session.model._core.oversight.on_finding = lambda _, text, ranks, __, told=told: told.append(
                 (text, tuple(ranks))
             )
             session.step()
@@ -244,7 +249,7 @@ class Anew(torch.optim.Optimizer):
 def test_state_that_every_step_makes_anew_is_compared_within_the_rotation(after: int) -> None:
     def body(transport: Transport) -> int:
         session = Session(transport, state_every=4)
-        session.optimizer = Anew(session.model.parameters())  # type: ignore[assignment]
+        session.optimizer = Anew(session.model.parameters())
         for _ in range(6 + after):
             session.step()
         if transport.rank == 1:
@@ -293,6 +298,44 @@ def test_a_fault_in_a_buffer_that_no_lane_changes(name: str, after: int) -> None
     assert run(body, 2) == [True, True]
 
 
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_an_optimizer_that_is_let_go_takes_its_state_along(lanes: int | None) -> None:
+    """Steps go on, are compared when another optimizer is there, and find what that one has."""
+
+    def body(transport: Transport) -> None:
+        session = Session(transport, lanes)
+        session.steps(2 * EVERY + 1)
+        before = [weakref.ref(value) for state in session.optimizer.state.values() for value in state.values()]
+        session.optimizer = torch.optim.SGD(session.model.parameters(), lr=1e-3)
+        assert not any(ref() is not None for ref in before)
+        session.steps(EVERY)
+        session.optimizer = torch.optim.AdamW(session.model.parameters(), lr=1e-3)
+        session.steps(EVERY)
+        if transport.rank == 1:
+            flip(session.state()["exp_avg of first.weight"], 3, 20)
+        with pytest.raises(ReplicaDrift, match=r"exp_avg of first\.weight"):
+            session.steps(EVERY + 1)
+
+    run(body, 2)
+
+
+def test_a_rank_that_lets_its_optimizer_go_later_stops_nobody() -> None:
+    def body(transport: Transport) -> None:
+        session = Session(transport)
+        session.steps(EVERY + 1)
+        kept = session.optimizer if transport.rank else None
+        session.optimizer = torch.optim.SGD(session.model.parameters(), lr=1e-3)
+        session.steps(3 * EVERY)
+        del kept
+        session.steps(2 * EVERY)
+        if transport.rank == 1:
+            flip(session.state()["first.weight"], 3, 20)
+        with pytest.raises(ReplicaDrift, match=r"first\.weight"):
+            session.steps(EVERY + 1)
+
+    run(body, 2)
+
+
 def test_local_steps_are_no_drift() -> None:
     def body(transport: Transport) -> None:
         session = Session(transport, state_every=1)
@@ -325,7 +368,7 @@ def poisoned(transport: Transport, lanes: int | None, steps: set[int], **agreeme
     session = Session(transport, lanes, **{"not_finite": "skip", "state_every": 1, **agreement})
     told: list[str] = []
     if "capsules" not in agreement:
-        session.model._core.oversight.on_finding = lambda kind, text, ranks: told.append(
+        session.model._core.oversight.on_finding = lambda kind, text, ranks, _: told.append(
             f"{kind}: {text} {list(ranks)}"
         )
     for number in range(5):

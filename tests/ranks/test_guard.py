@@ -1,5 +1,7 @@
 """No optimizer steps on gradients that were never reduced."""
 
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -187,6 +189,133 @@ def test_lbfgs_runs_its_closures() -> None:
 
     first, second = run(body, 2)
     assert_same_bits(dict(first), dict(second))
+
+
+def train_with_closures(model: Any, optimizers: Any, batches: Any, accumulates: Any, keyword: bool) -> None:
+    """Accumulate one micro, and make the other inside the steps, as Lightning's Trainer does."""
+    for step in range(3):
+        with accumulates():
+            model(batches(2 * step)).square().mean().backward()
+        for number, optimizer in enumerate(optimizers):
+
+            def closure(step: int = step, number: int = number) -> None:
+                model(batches(2 * step + 1 + 10 * number)).square().mean().backward()
+
+            optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+class Inside(torch.optim.Optimizer):
+    """Leaves the step to another optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure=closure)
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, Inside])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_closure_completes_an_accumulation(kind: Any, keyword: bool, parts: int) -> None:
+    def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+        params = list(module.parameters())
+        return [kind(params[part::parts], lr=0.1) for part in range(parts)]
+
+    def body(transport: Transport) -> dict[str, torch.Tensor]:
+        model = DDP(mlp(3, 4, 2), transport=transport)
+        rank = transport.rank
+        # torch walks through the hooks of all optimizers before the closure runs; meanwhile no thread may add one.
+        wrapped.wait(20)
+        train_with_closures(model, optimizers(model), lambda step: batch(rank, step), model.no_sync, keyword)
+        return values(model)
+
+    wrapped = threading.Barrier(2)
+    whole = mlp(3, 4, 2)
+    wholes = optimizers(whole)
+    train_with_closures(
+        whole, wholes, lambda step: torch.cat([batch(rank, step) for rank in range(2)]), nullcontext, keyword
+    )
+    for got in run(body, 2):
+        assert_close(dict(got), dict(values(whole)))
+
+
+def test_a_closure_may_be_run_several_times() -> None:
+    def body(transport: Transport) -> dict[str, torch.Tensor]:
+        model = DDP(mlp(3, 2), transport=transport)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        for step in range(2):
+            with model.no_sync():
+                model(batch(transport.rank, step)).square().mean().backward()
+
+            def closure(step: int = step) -> torch.Tensor:
+                loss: torch.Tensor = model(batch(transport.rank, step + 1)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            optimizer.zero_grad()
+        return values(model)
+
+    first, second = run(body, 2)
+    assert_same_bits(dict(first), dict(second))
+
+
+def test_a_closure_that_reduces_nothing_is_refused_before_the_update() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(3, 2), transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = values(model)
+
+        def closure() -> None:
+            with model.no_sync():
+                model(batch(transport.rank)).sum().backward()
+
+        with pytest.raises(UnreducedGradients, match="never reduced"):
+            optimizer.step(closure)
+        assert_same_bits(dict(values(model)), dict(before))
+
+    run(body, 2)
+
+
+def test_an_optimizer_that_never_calls_its_closure_is_found_out() -> None:
+    class Ignores(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step()
+
+    class IgnoresAll(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    def body(transport: Transport) -> None:
+        for kind in (Ignores, IgnoresAll):
+            model = DDP(mlp(3, 2), transport=transport)
+            with model.no_sync():
+                model(batch(transport.rank)).sum().backward()
+            optimizer = kind(model.parameters(), lr=0.1)
+            with pytest.raises(UnreducedGradients):
+                optimizer.step(lambda: None)
+            model.sync_gradients()
+            optimizer.step(lambda: None)
+
+    run(body, 2)
+
+
+def test_what_a_closure_raises_leaves_the_guard_as_it_was() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(3, 2), transport=transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        with model.no_sync():
+            model(batch(transport.rank)).sum().backward()
+        with pytest.raises(UnreducedGradients):
+            optimizer.step()
+
+    run(body, 2)
 
 
 # --------------------------------------------------------------------------------------------------- mixed precision

@@ -150,7 +150,7 @@ def test_frozen_parameters_have_no_gradient_and_no_bucket() -> None:
         model = DDP(half_frozen(), transport=transport)
         summed(model, 0).backward()
         assert model.module[0].weight.grad is None
-        return [meta.name for meta in model._core.layout.params]
+        return [meta.name for meta in model._core.set.layout.params]
 
     assert run(body, 1) == [["2.weight", "2.bias"]]
 
@@ -420,7 +420,7 @@ def test_hooks_on_tensors_see_their_own_gradients() -> None:
     assert run(body, 2) == [True, True]
 
 
-@pytest.mark.parametrize("registered", ["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("registered", ["before wrapping", "after wrapping", "after two steps", "after the forward"])
 def test_hooks_after_accumulation_see_the_ranks_own_gradient_and_may_change_it(registered: str) -> None:
     def body(transport: Transport) -> Grads:
         module = mlp(3, 4, 2)
@@ -429,12 +429,21 @@ def test_hooks_after_accumulation_see_the_ranks_own_gradient_and_may_change_it(r
             assert param.grad is not None
             param.grad.mul_(2)
 
-        if registered == "before wrapping":
-            module[0].weight.register_post_accumulate_grad_hook(double)  # type: ignore[operator]
+        def register(now: str) -> None:
+            if now == registered:
+                module[0].weight.register_post_accumulate_grad_hook(double)  # type: ignore[operator]
+
+        register("before wrapping")
         model = DDP(module, transport=transport)
-        if registered == "after wrapping":
-            module[0].weight.register_post_accumulate_grad_hook(double)  # type: ignore[operator]
-        summed(model, transport.rank).backward()
+        register("after wrapping")
+        if registered in ("after two steps", "after the forward"):
+            for _ in range(2):
+                summed(model, transport.rank).backward()
+                model.zero_grad()
+        register("after two steps")
+        loss = summed(model, transport.rank)
+        register("after the forward")
+        loss.backward()
         return grads(model)
 
     expected = mean_grads(mlp(3, 4, 2), summed, 2)

@@ -113,3 +113,32 @@ def test_every_bucket_has_every_moment_in_every_backward(uses: str) -> None:
                 assert sorted(found) == list(range(6)), moment
 
     run(body, 2)
+
+
+class Many(nn.Module):
+    """A parameter of one number per bucket."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.numbers = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.cat(list(self.numbers)).sum()
+
+
+def test_thousands_of_buckets_are_traced_whole() -> None:
+    buckets = 1700
+
+    def body(transport: Transport) -> None:
+        model = DDP(Many(buckets), transport=transport, bucket_cap_mb=ONE_EACH)
+        for backward in (1, 2):
+            model(torch.ones(1)).sum().backward()
+            model.zero_grad()
+            found = [stamp.moment for stamp in stamps(model, backward)]
+            assert found.count(Moment.LAUNCHED) == found.count(Moment.WAIT_LEFT) == buckets
+        model(torch.ones(1))
+        times = model._get_ddp_logging_data()
+        assert times["forward_compute_time"] > 0
+        assert times["backward_compute_time"] > 0
+
+    run(body, 2)

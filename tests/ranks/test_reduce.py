@@ -175,9 +175,9 @@ def test_gradients_are_views_of_their_buckets_and_there_is_no_second_copy(set_to
             model.sync_gradients()
             homes.append(storages(model))
             optimizer.step()
-        assert len(model._core.layout.buckets) > 1
+        assert len(model._core.set.layout.buckets) > 1
         assert len(homes[-1]) == 1, "all buckets are cut from one piece of memory"
-        assert sum(homes[-1].values()) == model._core.layout.nbytes
+        assert sum(homes[-1].values()) == model._core.set.layout.nbytes
         assert homes[2] == homes[3], "the views are attached again, to the same memory"
 
     run(body, 2)
@@ -209,7 +209,7 @@ def test_accumulated_gradients_live_in_the_buckets_too() -> None:
         with model.no_sync():
             for step in range(2):
                 model(batch(transport.rank, step)).sum().backward()
-                assert sum(storages(model).values()) == model._core.layout.nbytes
+                assert sum(storages(model).values()) == model._core.set.layout.nbytes
         before = storages(model)
         model(batch(transport.rank)).sum().backward()
         assert storages(model) == before
@@ -275,7 +275,7 @@ def test_every_rank_takes_up_the_order_that_rank_0_saw() -> None:
         seen = []
         for uses in ("abt" if transport.rank == 0 else "bta", "tab", "tab"):
             model(batch(0), uses).sum().backward()
-            seen.append(model._core.layout.order)
+            seen.append(model._core.set.layout.order)
         return seen
 
     first, second, third = run(body, 3)
@@ -306,7 +306,7 @@ def test_gradients_that_are_kept_move_to_the_new_order() -> None:
         model(batch(transport.rank)).sum().backward()
         before = grads(model)
         model(batch(transport.rank))  # a forward takes up the new order
-        assert model._core.layout.order == (0, 1, 2)
+        assert model._core.set.layout.order == (0, 1, 2)
         return before, grads(model)
 
     for before, after in run(body, 2):

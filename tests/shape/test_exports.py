@@ -41,8 +41,8 @@ def test_every_public_name_is_there_and_listed() -> None:
 def test_core_needs_torch_alone() -> None:
     code = (
         "import sys; import paceline; [getattr(paceline, name) for name in paceline.__all__]; "
-        "extras = {'accelerate', 'lightning_fabric', 'hypothesis', 'matplotlib', 'pytest', 'rich', "
-        "'safetensors', 'tokenizers', 'typer'}; "
+        "extras = {'accelerate', 'lightning_fabric', 'hypothesis', 'matplotlib', 'pytest', "
+        "'pytorch_lightning', 'rich', 'safetensors', 'tokenizers', 'transformers', 'typer'}; "
         "extras &= sys.modules.keys(); "
         "sys.exit(' '.join(extras) or 0)"
     )

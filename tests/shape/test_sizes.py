@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "paceline"
@@ -18,6 +19,8 @@ EMPTY_WORDS = re.compile(r"manager|helper|utils|common", re.IGNORECASE)
 DICTATED = {"_find_common_rank"}
 # The places where text is meant for a terminal or a page.
 MAY_PRINT = ("cli", "notebook", "plan")
+# What makes a tensor on the default device.
+CONSTRUCTORS = {one.__name__ for one in _device_constructors()}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -58,6 +61,8 @@ def complaints(path: Path, text: str, tree: ast.AST) -> Iterator[str]:
             yield f"line {line}: an exception is swallowed"
         if is_print(node) and path.relative_to(SOURCE).parts[0].removesuffix(".py") not in MAY_PRINT:
             yield f"line {line}: print"
+        if is_tensor_anywhere(node) and path.relative_to(SOURCE).parts[0] != "bench":
+            yield f"line {line}: a tensor without device=, which torch.set_default_device would move"
 
 
 def swallows(handler: ast.ExceptHandler) -> bool:
@@ -72,11 +77,24 @@ def is_print(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
 
 
+def is_tensor_anywhere(node: ast.AST) -> bool:
+    """Whether a tensor is made on whatever device is the default."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in CONSTRUCTORS
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    )
+
+
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
         ("def helper_of_all(): return 1", "the name helper_of_all says nothing"),
         ("class TaskManager: x = 1", "the name TaskManager says nothing"),
+        ("x = torch.zeros(3, dtype=torch.int64)", "a tensor without device="),
         ("def f():\n    global x\n    x = 1", "global"),
         ("try: f()\nexcept ValueError: pass", "an exception is swallowed"),
         ("try: f()\nexcept: raise", "an exception is swallowed"),

@@ -1,12 +1,17 @@
 """Which part of the state is compared when."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from paceline.agree import Piece, Rotation, word_of
-from paceline.agree.rotation import ALIGN_BYTES, cut
+from paceline.agree.homes import homes_in
+from paceline.agree.rotation import ALIGN_BYTES, Gone, cut
 from paceline.errors import UsageError
 
 
@@ -48,6 +53,34 @@ def test_state_that_comes_later_is_taken_and_tied_weights_are_taken_once() -> No
     fresh = torch.ones(100)
     rotation.renew([("w", fresh), ("exp_avg of w", torch.zeros(100)), ("step", torch.tensor(1.0))])
     assert rotation.part(0)[0].tensor is fresh
+
+
+def test_what_stands_in_a_place_is_followed_until_it_is_something_else() -> None:
+    place: dict[str, Any] = {"moment": torch.zeros(100)}
+    rotation = Rotation([("w", torch.zeros(100)), ("moment", lambda _: place.get("moment"))], 1)
+    fresh = place["moment"] = torch.ones(100)
+    assert [piece.tensor is fresh for piece in rotation.part(0)] == [False, True]
+    for other in (torch.ones(99), torch.ones(100, dtype=torch.float64), None):
+        place["moment"] = other
+        with pytest.raises(Gone, match="moment"):
+            rotation.part(1)
+        assert [piece.name for piece in rotation.whole()] == ["w"]
+
+
+def test_places_in_an_optimizer_keep_nothing_of_it_alive() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([param, nn.Parameter(torch.ones(3))], lr=0.1)
+    state = optimizer.state[param] = {"d": torch.ones(3), "old": [torch.ones(3)], "steps": 3}
+    homes = dict(homes_in(weakref.ref(optimizer), {id(param): "w"}))
+    assert list(homes) == ["d of w", "old.0 of w"]
+    assert homes["d of w"](True) is state["d"]
+    assert homes["old.0 of w"](False) is state["old"][0]
+    state["old"].clear()
+    assert homes["old.0 of w"](False) is None
+    ref = weakref.ref(state["d"])
+    del optimizer, state
+    assert ref() is None
+    assert homes["d of w"](True) is None
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, None])

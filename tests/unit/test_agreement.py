@@ -1,7 +1,8 @@
-"""The words that ranks tell each other, and what follows from them."""
+"""What ranks report to each other, and what follows from it."""
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,51 +10,76 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import BackwardAborted, CollectiveMismatch
-from paceline.reducer.agreement import WORD_COUNT, Mode, Vote, Words, aborted_error, decode_all
+from paceline.layout import ParamMeta
+from paceline.reducer.report import (
+    BITS,
+    HEADER,
+    Abort,
+    Mode,
+    StepReport,
+    Vote,
+    aborted_error,
+    all_used,
+    check_together,
+    count_uses,
+    used_bits,
+)
+from paceline.reducer.slot import GradSlot
 
-words = st.builds(
-    Words,
+reports = st.builds(
+    StepReport,
     reduction=st.integers(0, 2**62),
     unused=st.integers(0, 2**31),
     late=st.integers(0, 2**31),
     mode=st.sampled_from(Mode),
     weight=st.floats(allow_nan=False),
-    aborted=st.booleans(),
+    abort=st.sampled_from(Abort),
     skipped=st.booleans(),
     votes=st.sampled_from([Vote.NOTHING, Vote.STOP, Vote.SAVE | Vote.EXHAUSTED]),
     calls=st.integers(-(2**63), 2**63 - 1),
+    used=st.lists(st.integers(0, 2**BITS - 1), max_size=4).map(tuple),
     lane_weights=st.lists(st.floats(allow_nan=False), max_size=9).map(tuple),
 )
 
 
-def gathered(*rows: Words) -> torch.Tensor:
-    return torch.stack([row.encode() for row in rows])
+def plain(reduction: int = 7, mode: Mode = Mode.PLAIN, *, weight: float = 0.0, abort: Abort = Abort.NO) -> StepReport:
+    return StepReport(reduction, unused=0, late=0, mode=mode, weight=weight, abort=abort)
 
 
-def plain(reduction: int = 7, mode: Mode = Mode.PLAIN, *, weight: float = 0.0, aborted: bool = False) -> Words:
-    return Words(reduction, unused=0, late=0, mode=mode, weight=weight, aborted=aborted)
+@given(reports)
+def test_reports_survive_the_wire(row: StepReport) -> None:
+    encoded = torch.tensor(row.encode(), dtype=torch.int64)
+    assert encoded.shape == (HEADER + len(row.used) + len(row.lane_weights),)
+    assert StepReport.decode(encoded.tolist(), len(row.lane_weights)) == row
 
 
-@given(words)
-def test_words_survive_the_wire(row: Words) -> None:
-    encoded = row.encode()
-    assert encoded.shape == (WORD_COUNT + len(row.lane_weights),)
-    assert encoded.dtype is torch.int64
-    assert Words.decode(encoded.tolist()) == row
+@given(reports)
+def test_a_device_can_read_whether_gradients_are_to_be_used(row: StepReport) -> None:
+    flag = torch.tensor(row.encode(), dtype=torch.int64).view(torch.float32)[0]
+    assert flag.item() == float(row.abort is not Abort.NO or row.late > 0)
 
 
 def test_a_weight_that_is_no_number_survives_too() -> None:
-    assert math.isnan(Words.decode(plain(weight=math.nan).encode().tolist()).weight)
+    assert math.isnan(StepReport.decode(plain(weight=math.nan).encode()).weight)
 
 
-def test_equal_words_are_given_in_rank_order() -> None:
-    rows = [plain(weight=float(rank), mode=Mode.WEIGHTED) for rank in range(3)]
-    assert decode_all(gathered(*rows)) == rows
+@given(st.lists(st.lists(st.booleans(), min_size=130, max_size=130), min_size=1, max_size=3))
+def test_uses_are_counted_by_parameter(used: list[list[bool]]) -> None:
+    rows = [replace(plain(), used=used_bits([slot_of(one) for one in row])) for row in used]
+    assert count_uses(rows, 130) == [sum(column) for column in zip(*used, strict=True)]
+    assert all_used(130) == used_bits([slot_of(True)] * 130)
+
+
+def slot_of(used: bool) -> GradSlot:
+    meta = ParamMeta("p", (1,), (1,), torch.float32, torch.device("cpu"))
+    slot = GradSlot(0, meta, torch.zeros(1))
+    slot.used = used
+    return slot
 
 
 def test_a_rank_that_ran_nothing_goes_with_either_kind() -> None:
     for mode in (Mode.PLAIN, Mode.WEIGHTED):
-        decode_all(gathered(plain(mode=mode), plain(mode=Mode.NOTHING)))
+        check_together([plain(mode=mode), plain(mode=Mode.NOTHING)])
 
 
 @pytest.mark.parametrize(
@@ -65,14 +91,14 @@ def test_a_rank_that_ran_nothing_goes_with_either_kind() -> None:
         ([plain(mode=Mode.MIXED), plain(mode=Mode.NOTHING)], "inside weight"),
     ],
 )
-def test_words_that_cannot_belong_together_are_refused(rows: list[Words], message: str) -> None:
+def test_reports_that_cannot_belong_together_are_refused(rows: list[StepReport], message: str) -> None:
     with pytest.raises(CollectiveMismatch, match=re.escape(message)):
-        decode_all(gathered(*rows))
+        check_together(rows)
 
 
 def test_an_aborted_rank_is_reported_before_anything_else() -> None:
-    rows = [plain(7), plain(9, aborted=True), plain(7, mode=Mode.MIXED, aborted=True)]
-    assert decode_all(gathered(*rows)) == rows
+    rows = [plain(7), plain(9, abort=Abort.EXCEPTION), plain(7, mode=Mode.MIXED, abort=Abort.EXCEPTION)]
+    check_together(rows)
     error = aborted_error(rows)
     assert isinstance(error, BackwardAborted)
     assert error.ranks == (1, 2)

@@ -155,3 +155,13 @@ def test_the_environment_says_what_the_constructor_was_not_told(monkeypatch: pyt
     monkeypatch.setenv("PACELINE_LANES", "many")
     with pytest.raises(UsageError, match="PACELINE_LANES='many' is not a number of lanes"):
         or_from_environment("auto", None)
+
+
+def test_what_torch_has_since_2_15_is_taken_or_refused() -> None:
+    model = DDP(linear(), transport=LocalTransport(), lazy_bucket_allocation=True)
+    model.require_manual_backward_finalization = False
+    assert not model.require_manual_backward_finalization and not model.should_finalize_after_backward
+    with pytest.raises(UsageError, match="sync_gradients"):
+        model.require_manual_backward_finalization = True
+    with pytest.raises(UsageError, match="sync_gradients"):
+        model.finalize_backward()

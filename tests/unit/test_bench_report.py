@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import chart, hooks
+from paceline.bench import chart, hooks, machinery
 from paceline.bench.allreduce import run_allreduce
 from paceline.bench.commands import COMMANDS, conduct, exit_code
 from paceline.bench.cost_model import RING, Link
 from paceline.bench.cost_study import fit_contender, forecast
+from paceline.bench.figures import Ratio
 from paceline.bench.own_study import agreement_report, lanes_report
 from paceline.bench.report import (
     AgreementReport,
@@ -24,6 +25,8 @@ from paceline.bench.report import (
     HooksReport,
     HooksRow,
     LanesReport,
+    MachineryReport,
+    MachineryResult,
     SeriesReport,
     StepReport,
     write_json,
@@ -34,11 +37,19 @@ from paceline.bench.spec import (
     CostModelSpec,
     HooksSpec,
     LanesSpec,
+    MachinerySpec,
     RanksSpec,
     StepSpec,
 )
 from paceline.bench.steps import compare, count_parameters
-from paceline.bench.study_tables import agreement_tables, cost_tables, hooks_tables, lanes_tables, series_tables
+from paceline.bench.study_tables import (
+    agreement_tables,
+    cost_tables,
+    hooks_tables,
+    lanes_tables,
+    machinery_tables,
+    series_tables,
+)
 from paceline.bench.tables import allreduce_tables, render, step_tables
 from paceline.errors import UsageError
 from paceline.memory_plan import files
@@ -179,8 +190,52 @@ def hooks_report() -> HooksReport:
     rows = [
         HooksRow("paceline", 1, [250, 1000], [0.001, 0.004], [0.002, 0.008], 4e-6, 0.0),
         HooksRow("torch", 2, [250, 1000], [0.001, 0.004], [0.003, 0.012], 8e-6, 0.001),
+        HooksRow("paceline", 2, [250, 1000], [0.001, 0.004], [0.002, 0.009], 5e-6, 0.0, Ratio(0.75, 0.70, 0.81)),
     ]
     return HooksReport(asdict(HooksSpec()), Circumstances.now(), rows, {}, {"torch@1": "rank 0: gone"})
+
+
+def machinery_report() -> MachineryReport:
+    times = {"bare": 20.0, "bare (A/A)": 20.2, "torch": 21.0, "paceline": 22.0, "no-agreement": 21.5}
+    contenders = [
+        MachineryResult(label, "", samples_s=[[ms / 1e3], [ms / 1e3 * 1.1]], losses=[8.0, 7.9])
+        for label, ms in times.items()
+    ]
+    contenders.append(MachineryResult("paceline@../before", "", "failed", "rank 0: ImportError: no", "line a"))
+    made = MachineryReport(asdict(MachinerySpec()), Circumstances.now(), 5_300_000, 100, contenders)
+    machinery.compare(made, 1e-4)
+    return made
+
+
+def test_what_the_machinery_adds_is_told_beside_the_noise() -> None:
+    made = machinery_report()
+    ours = next(result for result in made.contenders if result.label == "paceline")
+    assert ours.to_bare is not None and ours.to_bare.value == pytest.approx(1.1)
+    assert ours.added_per_tensor_s == pytest.approx(2.1e-3 / 100)
+    assert ours.agrees is True and ours.loss_difference == 0.0
+    text = render(machinery_tables(made)[0])
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert rows["bare (A/A)"][4] == "1.010" and rows["paceline"][3] == "1.100" and rows["paceline"][-1] == "yes"
+    assert "paceline@../before: failed: rank 0: ImportError: no" in text and "    | line a" in text
+    assert exit_code(made) == 1, "one has failed"
+
+
+def test_other_losses_than_those_of_the_bare_model_are_seen() -> None:
+    made = machinery_report()
+    made.contenders.pop()
+    assert exit_code(made) == 0
+    made.contenders[3].losses = [8.0, 8.1]
+    machinery.compare(made, 1e-4)
+    assert exit_code(made) == 1 and "NO (3e-02)" in render(machinery_tables(made)[0])
+
+
+def test_without_the_bare_model_there_are_times_alone() -> None:
+    made = machinery_report()
+    made.contenders = made.contenders[2:]
+    for result in made.contenders:
+        result.to_bare = result.added_per_tensor_s = result.loss_difference = result.agrees = None
+    machinery.compare(made, 1e-4)
+    assert "–" in render(machinery_tables(made)[0])
 
 
 def cost_report() -> CostModelReport:
@@ -253,6 +308,8 @@ def test_the_other_tables() -> None:
     text = render(hooks_tables(hooks_report())[0])
     assert " met" in text and "NOT met" in text and "torch@1: failed" in text
     assert hooks.TARGET_S == 5e-6
+    row = next(line for line in text.splitlines() if line.startswith("paceline") and line.split()[1] == "2")
+    assert "step of 1,000 ms" in text and row.split()[-4:] == ["9.00", "5.00", "0.750", "0.70–0.81"]
     text = "\n".join(render(table) for table in cost_tables(cost_report()))
     assert "10,000" in text and "assumed: links are equal" in text and "checked" in text and "fitted" in text
     text = render(series_tables(series_report())[0])
@@ -262,7 +319,17 @@ def test_the_other_tables() -> None:
 @needs_matplotlib
 @pytest.mark.usefixtures("fonts")
 @pytest.mark.parametrize(
-    "make", [report, allreduce_report, hooks_report, cost_report, series_report, lanes_made, agreement_made]
+    "make",
+    [
+        report,
+        allreduce_report,
+        hooks_report,
+        machinery_report,
+        cost_report,
+        series_report,
+        lanes_made,
+        agreement_made,
+    ],
 )
 def test_a_chart_is_drawn_from_json(make: Any, tmp_path: Path) -> None:
     chart.draw(json.loads(json.dumps(asdict(make()))), tmp_path / "chart.png")

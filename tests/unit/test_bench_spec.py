@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.bench.commands import COMMANDS
-from paceline.bench.contenders import CONTENDERS, ContenderName, find_contender
-from paceline.bench.model import build_model, global_batches, rank_batches
+from paceline.bench.contenders import CONTENDERS, ContenderName, find_contender, label_each
+from paceline.bench.model import GPT, build_model, global_batches, rank_batches
 from paceline.bench.spec import (
     MODELS,
     AccumulateSpec,
@@ -18,6 +18,7 @@ from paceline.bench.spec import (
     CostModelSpec,
     HooksSpec,
     LanesSpec,
+    MachinerySpec,
     RanksSpec,
     StepSpec,
     from_json,
@@ -77,7 +78,7 @@ def test_a_contender_may_carry_arguments() -> None:
         ({"ranks": 0}, "ranks must be above 0, got 0"),
         ({"steps": 0}, "steps must be above 0"),
         ({"warmup": -1}, "must not be negative"),
-        ({"contenders": ("torch", "torch")}, "each once"),
+        ({"contenders": ("torch", "torch", "torch")}, "each once, or twice for an A/A row"),
         ({"contenders": ()}, "one or more contenders"),
     ],
 )
@@ -97,6 +98,11 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         (AgreementSpec, {"starts": 0}),
         (HooksSpec, {"parameters": "100"}),
         (HooksSpec, {"contenders": ("gloo",)}),
+        (HooksSpec, {"contenders": ("torch@.",)}),
+        (MachinerySpec, {"contenders": ("paceline", "torch")}),
+        (MachinerySpec, {"contenders": ("bare", "fsdp2")}),
+        (MachinerySpec, {"rounds": 0}),
+        (MachinerySpec, {"model": "gpt-9"}),
         (CostModelSpec, {"fit_ranks": "1,2"}),
         (CostModelSpec, {"sizes": "4KiB,8KiB"}),
     ],
@@ -110,6 +116,36 @@ def test_settings_of_other_measurements_are_checked_too(kind: type[Any], setting
 def test_unknown_contenders_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"no contender 'nobody'|name:key=value"):
         find_contender(text)
+
+
+def test_a_contender_may_come_from_another_checkout() -> None:
+    found = ContenderName.parse("paceline-torch@../before:overlap=false")
+    assert (found.name, found.checkout, dict(found.arguments)) == ("paceline-torch", "../before", {"overlap": False})
+    assert find_contender("paceline-torch@../before") is CONTENDERS["paceline-torch"]
+    assert ContenderName.parse("paceline").sources == ""
+    with pytest.raises(UsageError, match="only paceline's own contenders can come from another checkout"):
+        find_contender("torch@../before")
+    with pytest.raises(UsageError, match="expected the path of a checkout after the @"):
+        find_contender("paceline@")
+
+
+def test_a_contender_that_is_named_twice_is_compared_with_itself() -> None:
+    labels = label_each(["floor", "torch", "paceline@../before", "torch", "paceline@../before"])
+    assert labels == ("floor", "torch", "paceline@../before", "torch (A/A)", "paceline@../before (A/A)")
+    assert label_each(labels) == labels
+    assert find_contender("torch (A/A)") is CONTENDERS["torch"]
+    assert ContenderName.parse(labels[-1]) == ContenderName("paceline", (), "../before")
+
+
+def test_the_machinery_is_that_of_one_rank() -> None:
+    step = MachinerySpec(micro_batch=2, compile=True, device="cuda", backend="nccl").step()
+    assert (step.ranks, step.micro_batch, step.compile, step.device) == (1, 2, True, "cuda")
+    assert label_each(MachinerySpec().contenders)[:2] == ("bare", "bare (A/A)")
+
+
+def test_the_narrow_model_has_many_tensors() -> None:
+    with torch.device("meta"):
+        assert len(list(GPT(MODELS["gpt-narrow"]).parameters())) == 437
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command.name))

@@ -28,7 +28,8 @@ def bucket_of(*params: torch.Tensor, sparse: bool = False) -> Bucket:
 
 def collect(bucket: Bucket, slot: GradSlot, scale: float) -> None:
     assert slot.param.grad is not None
-    bucket.collect(slot, slot.param.grad, scale)
+    bucket.arrive(slot, scale)
+    bucket.collect(scale)
 
 
 def param(*shape: int) -> nn.Parameter:
@@ -112,11 +113,12 @@ def test_an_attached_gradient_is_scaled_in_place() -> None:
     assert bucket.slots[0].view.tolist() == [1, 1]
 
 
-def test_a_stashed_gradient_stays_visible_and_moves_into_the_bucket() -> None:
+def test_an_accumulated_gradient_stays_visible_and_moves_into_the_bucket() -> None:
     p = param(2)
     bucket = bucket_of(p)
     p.grad = torch.ones(2)
-    bucket.stash(bucket.slots[0])
+    bucket.arrive(bucket.slots[0], 1.0)
+    bucket.accumulate()
     assert bucket.slots[0].attached()
     assert p.grad.tolist() == [1, 1]
 
@@ -127,7 +129,8 @@ def test_an_untouched_gradient_comes_back_as_it_was() -> None:
         bucket = bucket_of(p, without)
         p.grad = torch.tensor([1.0, 3.0])
         if attached:
-            bucket.stash(bucket.slots[0])
+            bucket.arrive(bucket.slots[0], 1.0)
+            bucket.accumulate()
         for slot in bucket.slots:
             bucket.contribute_nothing_new(slot, 0.1)
             slot.view.fill_(99)

@@ -30,6 +30,7 @@ from paceline.checkpoint.snapshot import Staging
 from paceline.checkpoint.writing import Writing
 from paceline.collectives import LocalTransport
 from paceline.errors import IllegalMove, UsageError
+from paceline.stored.directory import LOCK
 from tests.models import DDP, mlp
 
 
@@ -62,7 +63,7 @@ class Run:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(entry.name for entry in directory.iterdir())
+    return sorted(entry.name for entry in directory.iterdir() if entry.name != LOCK)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

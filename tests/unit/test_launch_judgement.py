@@ -245,7 +245,7 @@ def test_who_never_notes_is_never_suspected() -> None:
 def test_a_frozen_rank() -> None:
     world = World()
     world.run(10)
-    world.note(0, Phase.REDUCE, 9)
+    world.note(0, Phase.WAITING, 9)
     found = world.wait(CEILING_S)
     assert found is not None
     assert (found.ranks, found.kind, found.step) == ((1,), "frozen", 9)
@@ -306,3 +306,62 @@ def test_an_explicit_time_is_kept() -> None:
     found = world.wait(10)
     assert found is not None
     assert found.ranks == (0, 1)
+
+
+def test_code_between_steps_has_more_time_than_a_step() -> None:
+    for timeout_s, limit_s in ((3.0, 6.0), (None, CEILING_S)):
+        world = World(timeout_s=timeout_s)
+        world.run(10)
+        world.note(0, Phase.BETWEEN, 10)
+        world.note(1, Phase.WAITING, 10)
+        assert world.wait(limit_s - 1) is None
+        found = world.wait(2)
+        assert found is not None and found.ranks == (0,)
+        assert f"between steps (limit {limit_s:.0f} s)" in found.reason
+
+
+@pytest.mark.parametrize("phase", [Phase.BETWEEN, Phase.EVALUATE, Phase.CHECKPOINT])
+def test_what_nobody_waits_for_may_take_long_if_nobody_has_set_a_time(phase: Phase) -> None:
+    world = World()
+    world.run(10)
+    for rank in range(2):
+        world.note(rank, phase, 10)
+    assert world.wait(2 * CEILING_S) is None
+    world.note(1, Phase.WAITING, 10)
+    found = world.wait(2)
+    assert found is not None and found.ranks == (0,)
+
+
+@pytest.mark.parametrize("phase", [Phase.EVALUATE, Phase.CHECKPOINT])
+def test_an_evaluation_or_a_save_is_not_hurried(phase: Phase) -> None:
+    """Nor are those who wait for the rank that does it."""
+    world = World(timeout_s=3.0)
+    world.run(10)
+    world.note(0, phase, 10)
+    world.note(1, Phase.WAITING, 10)
+    assert world.wait(CEILING_S - 10) is None
+    world.note(0, phase, 10)  # the next part of it
+    assert world.wait(CEILING_S - 20) is None
+    assert World(timeout_s=2 * CEILING_S).watchdog.patience_s(phase) == 2 * CEILING_S
+
+
+def test_when_all_ranks_wait_they_wait_for_each_other() -> None:
+    def waiting(*, whole: bool) -> Hang | None:
+        world = World(timeout_s=3.0)
+        world.watchdog = Watchdog(range(2), 3.0, whole=whole)
+        world.run(10)
+        for rank in range(2):
+            world.note(rank, Phase.WAITING, 10)
+        return world.wait(10)
+
+    found = waiting(whole=True)
+    assert found is not None and found.ranks == (0, 1) and "waiting for other ranks (limit 3 s)" in found.reason
+    assert waiting(whole=False) is None, "the one at fault may be on another machine, whose launcher finds it"
+
+
+def test_a_stopped_rank_is_found_before_it_noted_anything_if_a_time_was_given() -> None:
+    for timeout_s, ranks in ((1.0, (1,)), (None, None)):
+        world = World(timeout_s=timeout_s)
+        world.vitals[1] = Vital("T", 0.0)
+        found = world.wait(2 * STOPPED_S)
+        assert (found and found.ranks) == ranks

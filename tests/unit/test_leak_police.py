@@ -82,6 +82,19 @@ def test_shared_memory_is_seen() -> None:
         )
 
 
+def test_a_segment_torn_by_a_death_is_removed_and_nobodys_leak() -> None:
+    before = Belongings.now()
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    torn, left = (Path(f"/dev/shm/torch_{pid}_1_0") for pid in (dead.pid, os.getpid()))
+    torn.touch()
+    left.touch()
+    leaks = _leaks(before, Pool(), PIPE_SPENT)
+    left.unlink()
+    assert f"shared memory: {left}" in leaks and f"shared memory: {torn}" not in leaks
+    assert not torn.exists()
+
+
 def test_a_group_is_seen_and_destroyed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert _leaked_group() == ["process group: still initialised"]

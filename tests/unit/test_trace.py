@@ -30,3 +30,18 @@ def test_what_was_read_does_not_change() -> None:
     before = trace.stamps()
     trace.stamp(Moment.LAUNCHED, 1)
     assert len(before) == 1
+
+
+def test_whole_steps_are_kept_however_many_buckets_there_are() -> None:
+    buckets = 3000
+    trace = Trace()
+    in_backward = (Moment.READY, Moment.LAUNCHED, Moment.COMPLETED, Moment.WAIT_ENTERED, Moment.WAIT_LEFT)
+    for backward in range(1, 8):
+        trace.stamp(Moment.BACKWARD_BEGIN, backward)
+        for moment in in_backward:
+            for bucket in range(buckets):
+                trace.stamp(moment, backward, bucket)
+        trace.stamp(Moment.BACKWARD_END, backward)
+    held = [stamp.backward for stamp in trace.stamps()]
+    assert all(held.count(backward) == 5 * buckets + 2 for backward in (5, 6, 7))
+    assert trace.forgets

@@ -65,3 +65,12 @@ def test_no_choice_is_taken_that_is_not_listed(name: str, value: str) -> None:
     else:
         with pytest.raises(ConfigError):
             build({name: value})
+
+
+def test_a_batch_that_was_not_given_is_chosen_for_the_device() -> None:
+    assert TrainConfig().settled(on_gpu=False).batch == 2
+    assert TrainConfig(batch=3).settled(on_gpu=True).batch == 3
+    chosen = {size: TrainConfig(size=size).settled(on_gpu=True) for size in ("tiny", "gpt2", "gpt2-xl")}
+    assert chosen["gpt2"].batch * chosen["gpt2"].shape.context == 16384
+    assert chosen["tiny"].batch * chosen["tiny"].shape.context == 16384
+    assert 1 <= chosen["gpt2-xl"].batch < chosen["gpt2"].batch

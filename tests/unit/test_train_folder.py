@@ -1,5 +1,8 @@
 """The folder of a run: nothing in it is written over."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +14,18 @@ from paceline.train.folder import RunFolder
 
 
 def config_for(path: Path, **settings: object) -> TrainConfig:
-    return replace(TrainConfig(out=str(path)), **settings)  # type: ignore[arg-type]
+    return replace(TrainConfig(out=str(path), batch=2), **settings)  # type: ignore[arg-type]
+
+
+def prepare_elsewhere(path: Path) -> str:
+    """What another process is told that wants to train in `path`."""
+    script = (
+        "import sys; from paceline.train.config import TrainConfig; from paceline.train.folder import RunFolder\n"
+        "try: RunFolder.prepare(TrainConfig(out=sys.argv[1]))\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def test_a_run_is_taken_up_with_the_same_settings(tmp_path: Path) -> None:
@@ -44,9 +58,10 @@ def test_a_run_that_is_made_longer_keeps_its_rates(tmp_path: Path) -> None:
 
 def test_a_run_is_not_taken_up_as_another_one(tmp_path: Path) -> None:
     first = RunFolder.prepare(config_for(tmp_path / "run"))
-    with pytest.raises(UsageError, match=r"another `paceline train` is at work"):
-        RunFolder.prepare(config_for(tmp_path / "run"))
+    said = f"another `paceline train` is at work in {tmp_path / 'run'} (process {os.getpid()} on "
+    assert said in prepare_elsewhere(tmp_path / "run")
     first.release()
+    assert prepare_elsewhere(tmp_path / "run") == ""
     RunFolder.prepare(config_for(tmp_path / "run", batch=4)).release()  # no step was made with the other value
     RunFolder.prepare(config_for(tmp_path / "run")).release()
     first.metrics_file.write_text('{"step": 1, "loss": 1.0}\n')

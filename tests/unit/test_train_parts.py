@@ -1,5 +1,6 @@
 """Parts of the trainer that need no ranks: the model, the rate, the page, the trackers, the sparkline."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,15 +114,56 @@ def test_trackers_are_known_by_name_and_must_be_installed(tmp_path: Path, monkey
     monkeypatch.setattr(trackers, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"trackio is not installed: pip install trackio"):
         open_trackers(TrainConfig(trackers="trackio"), tmp_path)
-    assert open_trackers(TrainConfig(), tmp_path) == []
+    open_trackers(TrainConfig(), tmp_path).log({"loss": 1.0}, 1)
 
 
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
-    (tracker,) = open_trackers(replace(TrainConfig(), trackers="tensorboard"), tmp_path)
-    tracker.log({"loss": 1.5}, 3)
-    tracker.close()
+    opened = open_trackers(replace(TrainConfig(), trackers="tensorboard"), tmp_path)
+    opened.log({"loss": 1.5}, 3)
+    opened.close()
     assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+class Flaky:
+    """A tracker that raises at the steps it is given, and when it is closed."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad = bad
+        self.asked: list[int] = []
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.asked.append(step)
+        if step in self.bad:
+            raise ConnectionError(f"the server is away at step {step}")
+
+    def close(self) -> None:
+        raise OSError("nor can it be closed")
+
+
+def no_tracker() -> Flaky:
+    raise PermissionError("no key")
+
+
+def test_a_tracker_that_raises_is_reported_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    sound, flaky, broken = Flaky(), Flaky(2, 4, 5), Flaky(*range(10))
+    opened = trackers.Trackers(
+        {"none": no_tracker, "sound": lambda: sound, "flaky": lambda: flaky, "broken": lambda: broken}
+    )
+    for step in range(10):
+        opened.log({"loss": 1.0}, step)
+    opened.close()
+    assert sound.asked == flaky.asked == list(range(10)), "one that works again is used again"
+    assert broken.asked == list(range(trackers.FAILURES)), "one that only fails is left alone"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 4
+    for name, what in (
+        ("none", "could not be started (PermissionError: no key)"),
+        ("broken", "failed at step 0 (ConnectionError: the server is away at step 0)"),
+        ("flaky", "failed at step 2 (ConnectionError: the server is away at step 2)"),
+        ("sound", "could not be closed (OSError: nor can it be closed)"),
+    ):
+        assert any(f"the tracker {name} {what}" in line for line in said), said
 
 
 def test_a_sparkline_falls_with_its_series() -> None:

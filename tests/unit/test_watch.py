@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.distributed_c10d import Store
 
 from paceline.collectives import watch as watch_module
-from paceline.collectives.peers import Board, Identity, Record, StoreCall, Wait
+from paceline.collectives.peers import Identity, Record, StoreCall, Wait
 from paceline.collectives.watch import ANSWER_WITHIN_S, Reports, StoreWatch
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent, PeerLost
 
@@ -55,7 +55,7 @@ def every_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def post(store: Store, rank: int, record: Record) -> None:
-    Board(store, rank, 8, record).post()
+    store.set(f"paceline/rank/{rank}", record.encode())
 
 
 def ended() -> Identity:
@@ -70,8 +70,8 @@ def elsewhere() -> Identity:
     return replace(Identity.own(), host="another", hostname="far", pid=1)
 
 
-def waits(what: str, **also: Any) -> Wait:
-    return Wait(what, since=1000.0, line="", issued=0, recent=[], **also)
+def waits(what: str) -> list[Wait]:
+    return [Wait(what, since=1000.0)]
 
 
 def test_a_short_wait_costs_no_traffic() -> None:
@@ -103,14 +103,15 @@ def test_reports_grow_rare() -> None:
 def test_absent_ranks_are_reported_by_name(store: HashStore, caplog: pytest.LogCaptureFixture) -> None:
     watch = StoreWatch(store, 0, 4)
     post(store, 1, Record(Identity.own(), last="bucket 7 of backward 1"))
-    post(store, 2, Record(elsewhere(), wait=waits("buffers")))
+    post(store, 2, Record(elsewhere(), waits=waits("buffers")))
     with caplog.at_level(logging.WARNING, logger="paceline"):
         for waited_s in (2.9, 3.2, 3.3, 9.9):
             watch.look("bucket 1", waited_s)
     (line,) = caplog.messages
     assert line.startswith("rank 0 has waited 3.2 s in bucket 1 for rank 1, which is in no collective (alive, pid ")
     assert "; last wait: bucket 7 of backward 1); rank 2, which has waited " in line
-    assert line.endswith("s in buffers; rank 3, which has not announced itself to this group yet")
+    assert "s in buffers; rank 3, which has not announced itself to this group yet" in line
+    assert line.endswith(" in test_absent_ranks_are_reported_by_name")
 
 
 def test_without_a_store_waits_are_reported_without_names(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +234,7 @@ def deadlock(store: Store, calls: Callable[[StoreWatch, int], None], **settings:
     for rank, watch in enumerate(ranks):
         calls(watch, rank)
     messages = []
-    for _ in range(3):
+    for _ in range(4):
         for rank, watch in enumerate(ranks):
             try:
                 watch.look(f"thing {rank}", 0.6)
@@ -273,7 +274,18 @@ def test_waiting_for_different_things_for_long_is_a_deadlock(store: HashStore) -
     assert deadlock(store, no_calls) == []
     messages = deadlock(store, no_calls, settle_s=0.0)
     assert len(messages) == 2
-    assert "rank 0 waits in thing 0; rank 1 waits in thing 1" in messages[0]
+    assert "rank 0 waits in thing 0 at unit/test_watch.py:" in messages[0]
+    assert "; rank 1 waits in thing 1 at unit/test_watch.py:" in messages[0]
+
+
+def test_a_connection_that_broke_after_a_verdict_is_told_as_the_verdict(store: HashStore) -> None:
+    watch = StoreWatch(store, 0, 2)
+    post(store, 1, Record(Identity.own()))
+    watch.look("bucket 0", 0.6)
+    ((wait,),) = [Record.decode(store.get("paceline/rank/0")).waits]
+    post(store, 1, Record(Identity.own(), verdict=("all ranks wait", [[wait.since], [1.0]])))
+    error = watch.explain("bucket 0", 0.7, CLOSED)
+    assert isinstance(error, CollectiveMismatch) and str(error) == "all ranks wait"
 
 
 class Gone(Counting):

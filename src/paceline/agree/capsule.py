@@ -95,7 +95,7 @@ def read_capsule(path: str | Path) -> Capsule:
     path = Path(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        flat = torch.empty(size, dtype=torch.uint8)
+        flat = torch.empty(size, dtype=torch.uint8, device="cpu")
         if size and (file.readinto(bytes_of(flat)) != size or file.read(1)):
             raise CapsuleDamaged(f"{path} changed its size while it was read")
     return _decoded(flat, str(path))

@@ -100,7 +100,7 @@ def locate(pieces: Sequence[Piece], transport: Transport, *, step: int, timeout_
     words = talk.gather([word_of([piece.flat()]) for piece in pieces])
     found = []
     for number, piece in enumerate(pieces):
-        groups = _groups([row[number] for row in words])
+        groups = groups_of([row[number] for row in words])
         if len(groups) > 1:
             found.append(TensorDrift(piece.name, number, groups))
     element = _first_element(pieces[found[0].number], talk) if found else None
@@ -157,7 +157,7 @@ class _Talk:
         """The same number of integers from each rank."""
         if not values:
             return [[] for _ in range(self._transport.size)]
-        return self._gather(torch.tensor(values, dtype=torch.int64))
+        return self._gather(torch.tensor(values, dtype=torch.int64, device="cpu"))
 
     def gather_bytes(self, raw: bytes) -> list[bytes]:
         """The same number of bytes, at least one, from each rank."""
@@ -167,7 +167,7 @@ class _Talk:
         self._finish(self._transport.broadcast(flat, root))
 
     def _gather(self, part: torch.Tensor) -> list[list[int]]:
-        out = torch.empty(self._transport.size * part.numel(), dtype=part.dtype)
+        out = torch.empty(self._transport.size * part.numel(), dtype=part.dtype, device="cpu")
         self._finish(self._transport.all_gather(out, part))
         rows: list[list[int]] = out.view(self._transport.size, -1).tolist()
         return rows
@@ -190,7 +190,7 @@ def _check_alike(pieces: Sequence[Piece], talk: _Talk, step: int) -> None:
     raise ReplicaDrift(message, ranks=ranks, tensor=name, step=step)
 
 
-def _groups(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     """The ranks with equal values, the largest group first; of two equally large the one with the lowest rank."""
     by_value: dict[object, list[int]] = {}
     for rank, value in enumerate(values):

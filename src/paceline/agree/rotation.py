@@ -1,9 +1,11 @@
 """Which part of the state is compared at which step, so that all of it is within a few steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from paceline.agree.homes import Home
 from paceline.agree.pieces import Piece
 from paceline.agree.word import readable
 from paceline.errors import UsageError
@@ -11,8 +13,32 @@ from paceline.errors import UsageError
 # A cut inside a tensor is a multiple of this: what begins there can be read as wide integers.
 ALIGN_BYTES = 64
 
-Named = Sequence[tuple[str, torch.Tensor]]
-Current = Callable[[torch.Tensor, int], torch.Tensor]
+Listed = Sequence[tuple[str, torch.Tensor | Home]]
+
+
+class Gone(LookupError):
+    """A tensor that was listed exists no more, or has become something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the state, as it was listed."""
+
+    name: str
+    home: torch.Tensor | Home
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def metadata(self) -> tuple[int, int]:
+        return self.shape.numel(), self.dtype.itemsize
+
+    def now(self, *, begins: bool) -> torch.Tensor | None:
+        """What stands there now, unless it has become something else."""
+        tensor = _at(self.home, begins=begins)
+        if tensor is None or tensor.shape != self.shape or tensor.dtype is not self.dtype or not readable(tensor):
+            return None
+        return tensor
 
 
 class Rotation:
@@ -22,47 +48,56 @@ class Rotation:
     (tied weights) is taken once. What has no plain memory to compare, such as a sparse tensor, is left out.
     """
 
-    def __init__(self, named: Named, every: int) -> None:
+    def __init__(self, named: Listed, every: int) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UsageError(
                 f"every: expected the number of steps in which the whole state is compared, 1 or more, got {every!r}"
             )
         self._every = every
-        self._named: list[tuple[str, torch.Tensor]] = []
+        self._entries: list[_Entry] = []
         self._parts: list[list[tuple[int, int, int]]] = []
         self.renew(named)
 
-    def renew(self, named: Named) -> None:
+    def renew(self, named: Listed) -> None:
         """Take another list: an optimizer has made its moments, or a checkpoint was loaded.
 
         All ranks do it before the same step. It is cheap, so it may be done whenever something could have changed.
         """
         seen: set[int] = set()
         kept = []
-        for name, tensor in named:
-            if readable(tensor) and id(tensor) not in seen:
-                kept.append((name, tensor))
+        for name, home in named:
+            tensor = _at(home, begins=False)
+            if tensor is not None and readable(tensor) and id(tensor) not in seen:
+                kept.append(_Entry(name, home, tensor.shape, tensor.dtype))
             seen.add(id(tensor))
-        changed = [_metadata(tensor) for _, tensor in kept] != [_metadata(tensor) for _, tensor in self._named]
-        self._named = kept
+        changed = [entry.metadata for entry in kept] != [entry.metadata for entry in self._entries]
+        self._entries = kept
         if changed or not self._parts:
-            self._parts = cut([_metadata(tensor) for _, tensor in kept], self._every)
+            self._parts = cut([entry.metadata for entry in kept], self._every)
 
-    def part(self, step: int, current: Current = lambda tensor, _: tensor) -> list[Piece]:
-        """What is compared at `step`. `current` gives the tensor that stands where the listed one stood, if that was
-        replaced since, for a piece that begins at `begin`."""
+    def described(self) -> str:
+        """Equal on two ranks when the lists are."""
+        return repr([(entry.name, tuple(entry.shape), entry.dtype) for entry in self._entries])
+
+    def part(self, step: int) -> list[Piece]:
+        """What is compared at `step`. Raises Gone when some of it is: then nothing is to be compared, until the list
+        was renewed."""
         pieces = []
         for index, begin, end in self._parts[step % self._every]:
-            name, tensor = self._named[index]
-            now = current(tensor, begin)
-            if now is not tensor and now.shape == tensor.shape and now.dtype is tensor.dtype and readable(now):
-                self._named[index] = name, now
-            pieces.append(Piece(*self._named[index], begin, end))
+            tensor = self._entries[index].now(begins=begin == 0)
+            if tensor is None:
+                raise Gone(self._entries[index].name)
+            pieces.append(Piece(self._entries[index].name, tensor, begin, end))
         return pieces
 
     def whole(self) -> list[Piece]:
         """All of the state, a piece for each tensor."""
-        return [Piece.whole(name, tensor) for name, tensor in self._named]
+        found = [(entry.name, entry.now(begins=False)) for entry in self._entries]
+        return [Piece.whole(name, tensor) for name, tensor in found if tensor is not None]
+
+
+def _at(home: torch.Tensor | Home, *, begins: bool) -> torch.Tensor | None:
+    return home if isinstance(home, torch.Tensor) else home(begins)
 
 
 def cut(metadata: Sequence[tuple[int, int]], every: int) -> list[list[tuple[int, int, int]]]:
@@ -83,7 +118,3 @@ def cut(metadata: Sequence[tuple[int, int]], every: int) -> list[list[tuple[int,
             parts[number].append((index, begin, numel))
         at += numel * itemsize
     return parts
-
-
-def _metadata(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.numel(), tensor.dtype.itemsize

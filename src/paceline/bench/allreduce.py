@@ -4,11 +4,11 @@ from dataclasses import asdict
 from importlib.util import find_spec
 
 from paceline.bench.conductor import Conductor, Say
+from paceline.bench.contenders import label_each, parse_known
 from paceline.bench.crew import Order
 from paceline.bench.figures import flat, percentile
 from paceline.bench.report import AllReduceReport, AllReduceRow, Circumstances
 from paceline.bench.spec import AllReduceSpec, parse_sizes
-from paceline.errors import UsageError
 from paceline.memory_plan.numbers import show_bytes
 
 CONTENDERS = ("paceline", "gloo", "nccl", "mpi")
@@ -18,8 +18,8 @@ REPEATS = (3, 50)
 
 def run_allreduce(spec: AllReduceSpec, say: Say = lambda _: None) -> AllReduceReport:
     """Measure, and return what was found."""
-    absent = {label: why for label in spec.contenders if (why := _why_not(label, spec))}
-    here = [label for label in spec.contenders if label not in absent]
+    names = {label: parse_known(label, CONTENDERS) for label in label_each(spec.contenders)}
+    absent = {label: why for label, found in names.items() if (why := _why_not(found.name, spec))}
     orders = [
         Order(
             label,
@@ -27,10 +27,12 @@ def run_allreduce(spec: AllReduceSpec, say: Say = lambda _: None) -> AllReduceRe
             asdict(spec),
             spec.ranks,
             spec.threads,
-            "cuda" if spec.device == "cuda" and label in ("paceline", "nccl") else "cpu",
-            launcher="mpiexec" if label == "mpi" else "plain",
+            "cuda" if spec.device == "cuda" and found.name in ("paceline", "nccl") else "cpu",
+            launcher="mpiexec" if found.name == "mpi" else "plain",
+            sources=found.sources,
         )
-        for label in here
+        for label, found in names.items()
+        if label not in absent
     ]
     samples: dict[tuple[int, str], list[list[float]]] = {}
     sizes = parse_sizes(spec.sizes)
@@ -49,15 +51,13 @@ def run_allreduce(spec: AllReduceSpec, say: Say = lambda _: None) -> AllReduceRe
     _compare(rows)
     gpu = next((facts[0]["gpu"] for facts in built.values() if facts[0]["gpu"]), None)
     transport = built["paceline"][0]["transport"] if "paceline" in built else ""
-    return AllReduceReport(asdict(spec), Circumstances.now(gpu), rows, absent, transport)
+    return AllReduceReport(asdict(spec), Circumstances.now(gpu, names), rows, absent, transport)
 
 
-def _why_not(label: str, spec: AllReduceSpec) -> str:
-    if label not in CONTENDERS:
-        raise UsageError(f"there is no contender {label!r}; expected some of {', '.join(CONTENDERS)}")
-    if label == "mpi" and find_spec("mpi4py") is None:
+def _why_not(name: str, spec: AllReduceSpec) -> str:
+    if name == "mpi" and find_spec("mpi4py") is None:
         return "not installed: pip install 'paceline[peers]'"
-    if label == "nccl" and spec.device != "cuda":
+    if name == "nccl" and spec.device != "cuda":
         return "runs on cuda only"
     return ""
 

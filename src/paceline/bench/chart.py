@@ -26,6 +26,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
         "lanes": study_charts.lanes_chart,
         "agreement": study_charts.agreement_chart,
         "hooks": study_charts.hooks_chart,
+        "machinery": study_charts.machinery_chart,
         "cost-model": study_charts.cost_chart,
     }
     figure = painters[kind](report)

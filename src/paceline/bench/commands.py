@@ -13,6 +13,7 @@ from paceline.bench.spec import (
     CostModelSpec,
     HooksSpec,
     LanesSpec,
+    MachinerySpec,
     RanksSpec,
     StepSpec,
 )
@@ -70,6 +71,13 @@ COMMANDS = (
     ),
     Command(
         "hooks", "What the reducer costs per parameter.", HooksSpec, "hooks:run_hooks", "study_tables:hooks_tables"
+    ),
+    Command(
+        "machinery",
+        "What one rank adds to the bare model when the network costs nothing.",
+        MachinerySpec,
+        "machinery:run_machinery",
+        "study_tables:machinery_tables",
     ),
     Command(
         "cost-model",

@@ -3,7 +3,7 @@
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,19 @@ class Conductor:
                 return self._crews[label].hear(self._timeout_s)
         return None
 
+    def ask_all(self, messages: Mapping[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+        """Have contenders do what is not timed at the same time. The answers of those that did not fail."""
+        for label, message in messages.items():
+            with self._dropping(label):
+                if label in self._crews:
+                    self._crews[label].tell(message)
+        answers = {}
+        for label in messages:
+            with self._dropping(label):
+                if label in self._crews:
+                    answers[label] = self._crews[label].hear(self._timeout_s)
+        return answers
+
     def in_turns(self, rounds: int) -> Iterator[tuple[int, str]]:
         """(round, contender) with an order that rotates from round to round."""
         for number in range(rounds):
@@ -85,8 +98,7 @@ class Conductor:
                     self._crews[order.label] = Crew(order, folder, number, address)
             self._welcome(listener)
         self._load()
-        for label in self.labels:
-            self._build(label)
+        self._build()
 
     def _welcome(self, listener: socket.socket) -> None:
         """Accept connections until every rank of every crew is there, or its crew has been given up."""
@@ -118,23 +130,15 @@ class Conductor:
             crew.lines[hello["rank"]] = line
 
     def _load(self) -> None:
-        """Let all workers import what they need at the same time: this is most of the start."""
-        for order in self._orders:
-            start = {"do": "start", "kind": order.kind, "label": order.label, "size": order.size, "spec": order.spec}
-            with self._dropping(order.label):
-                if order.label in self._crews:
-                    self._crews[order.label].tell(start)
-        for label in self.labels:
-            with self._dropping(label):
-                self._crews[label].hear(self._timeout_s)
+        """Let all workers import what they need: this is most of the start."""
+        facts = ("kind", "label", "size", "spec", "sources")
+        starts = {order.label: {name: getattr(order, name) for name in facts} for order in self._orders}
+        self.ask_all({label: {"do": "start", **start} for label, start in starts.items()})
 
-    def _build(self, label: str) -> None:
-        met = self.ask(label, {"do": "meet"})
-        if met is None:
-            return
-        built = self.ask(label, {"do": "build", "ports": [answer["port"] for answer in met]})
-        if built is not None:
-            self.built[label] = built
+    def _build(self) -> None:
+        met = self.ask_all({label: {"do": "meet"} for label in self.labels})
+        ports = {label: [answer["port"] for answer in answers] for label, answers in met.items()}
+        self.built = self.ask_all({label: {"do": "build", "ports": found} for label, found in ports.items()})
 
     @contextmanager
     def _dropping(self, label: str) -> Iterator[None]:

@@ -29,6 +29,7 @@ class Order:
     threads: int
     device: str
     launcher: str = "plain"
+    sources: str = ""  # of another checkout, to import paceline from
 
 
 class CrewFailed(Exception):

@@ -3,8 +3,9 @@
 from dataclasses import asdict
 
 from paceline.bench.conductor import Conductor, Say
+from paceline.bench.contenders import ContenderName, label_each
 from paceline.bench.crew import Order
-from paceline.bench.figures import flat, median, robust_line
+from paceline.bench.figures import flat, median, ratio_of_medians, robust_line
 from paceline.bench.report import Circumstances, HooksReport, HooksRow
 from paceline.bench.spec import HooksSpec
 from paceline.memory_plan.numbers import parse_list
@@ -16,10 +17,11 @@ Samples = dict[str, dict[int, list[list[float]]]]
 def run_hooks(spec: HooksSpec, say: Say = lambda _: None) -> HooksReport:
     """Time steps with and without a reducer; the models differ in their number of parameters only."""
     worlds, counts = parse_list("worlds", spec.worlds), parse_list("parameters", spec.parameters)
+    labels = label_each(spec.contenders)
     orders = [
-        Order(f"{label}@{world}", "hooks", asdict(spec), world, 1, "cpu")
+        Order(f"{label}@{world}", "hooks", asdict(spec), world, 1, "cpu", sources=ContenderName.parse(label).sources)
         for world in worlds
-        for label in ("bare", *spec.contenders)
+        for label in ("bare", *labels)
     ]
     samples: Samples = {order.label: {} for order in orders}
     with Conductor(orders, timeout_s=spec.timeout, say=say) as conductor:
@@ -34,10 +36,15 @@ def run_hooks(spec: HooksSpec, say: Say = lambda _: None) -> HooksReport:
     rows = [
         _row(label, world, samples)
         for world in worlds
-        for label in spec.contenders
+        for label in labels
         if not failures.keys() & {f"{label}@{world}", f"bare@{world}"}
     ]
-    return HooksReport(asdict(spec), Circumstances.now(), rows, samples, failures)
+    for row in rows:
+        torch = f"torch@{row.world}"
+        if torch in samples and torch not in failures:
+            most = row.parameters[-1]
+            row.to_torch = ratio_of_medians(samples[f"{row.label}@{row.world}"][most], samples[torch][most])
+    return HooksReport(asdict(spec), Circumstances.now(contenders=labels), rows, samples, failures)
 
 
 def _row(label: str, world: int, samples: Samples) -> HooksRow:

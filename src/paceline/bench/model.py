@@ -1,5 +1,7 @@
 """The model, the data and the optimizer that every contender trains."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name everybody knows)
 from torch import nn
@@ -49,7 +51,8 @@ def build_model(spec: StepSpec, device: torch.device) -> GPT:
     """The same weights in every process."""
     torch.manual_seed(spec.seed)
     dtype: torch.dtype = getattr(torch, spec.shape.dtype)
-    return GPT(spec.shape).to(device=device, dtype=dtype)
+    model = GPT(spec.shape).to(device=device, dtype=dtype)
+    return cast(GPT, torch.compile(model)) if spec.compile else model
 
 
 def build_optimizer(spec: StepSpec, model: nn.Module) -> torch.optim.Optimizer:

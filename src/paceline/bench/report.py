@@ -3,11 +3,14 @@
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.checkout import commit_of
+from paceline.bench.contenders import ContenderName
 from paceline.bench.figures import Ratio
 from paceline.bench.hardware import describe_hardware, describe_versions
 
@@ -22,11 +25,14 @@ class Circumstances:
     versions: dict[str, str]
 
     @classmethod
-    def now(cls, gpu: str | None = None) -> "Circumstances":
+    def now(cls, gpu: str | None = None, contenders: Iterable[str] = ()) -> "Circumstances":
         program = Path(sys.argv[0]).name.replace("__main__.py", "python -m paceline.bench")
         command = f"{program} {shlex.join(sys.argv[1:])}"
         hardware = describe_hardware() | {"gpu": gpu}
-        return cls(datetime.now(UTC).isoformat(timespec="seconds"), command, hardware, describe_versions())
+        names = {label: ContenderName.parse(label) for label in contenders}
+        commits = {label: commit_of(Path(found.sources)) for label, found in names.items() if found.checkout}
+        versions = describe_versions() | commits
+        return cls(datetime.now(UTC).isoformat(timespec="seconds"), command, hardware, versions)
 
 
 @dataclass
@@ -169,6 +175,7 @@ class HooksRow:
     median_s: list[float]
     slope_s: float  # per parameter, over the bare model
     fixed_s: float
+    to_torch: Ratio | None = None  # of whole steps, with as many parameters as there were at most
 
 
 @dataclass
@@ -181,6 +188,38 @@ class HooksReport:
     samples_s: dict[str, dict[int, list[list[float]]]]  # contender@world, parameters, rounds
     failures: dict[str, str]
     schema: str = "paceline-bench-hooks/1"
+
+
+@dataclass
+class MachineryResult:
+    """One contender's figures. Times are of one step, in seconds."""
+
+    label: str
+    about: str
+    state: str = "ok"  # or "failed"
+    message: str = ""  # why there is no result
+    log: str = ""
+    samples_s: list[list[float]] = field(default_factory=list)  # one turn each: the mean over its steps
+    losses: list[float] = field(default_factory=list)  # at the end of every turn
+    median_s: float | None = None
+    p10_s: float | None = None
+    p90_s: float | None = None
+    to_bare: Ratio | None = None
+    added_per_tensor_s: float | None = None  # (step − bare) / tensors
+    loss_difference: float | None = None  # from bare, relative, at most
+    agrees: bool | None = None
+
+
+@dataclass
+class MachineryReport:
+    """All that `paceline bench machinery` found."""
+
+    spec: dict[str, Any]
+    circumstances: Circumstances
+    parameters: int
+    tensors: int
+    contenders: list[MachineryResult]
+    schema: str = "paceline-bench-machinery/1"
 
 
 @dataclass

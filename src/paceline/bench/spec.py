@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-from paceline.bench.contenders import CONTENDERS
+from paceline.bench.contenders import CONTENDERS, label_each, parse_known
 from paceline.errors import UsageError
 from paceline.memory_plan.numbers import parse_list
 from paceline.option import option
@@ -26,6 +26,7 @@ MODELS = {
     "gpt-5m": GPTShape(4096, 256, 4, 4, 128),
     "gpt-34m": GPTShape(8192, 512, 8, 8, 128),
     "gpt2": GPTShape(50304, 768, 12, 12, 1024, "bfloat16"),
+    "gpt-narrow": GPTShape(50304, 256, 36, 4, 1024, "bfloat16"),  # many small tensors: the host has most to do
 }
 
 
@@ -42,7 +43,8 @@ class StepSpec:
     device: str = option("cpu", "cpu or cuda")
     contenders: tuple[str, ...] = option(
         ("floor", "paceline", "torch"),
-        f"comma-separated, of {', '.join(CONTENDERS)}; `all` for every peer; name:key=value passes an argument on",
+        f"comma-separated, of {', '.join(CONTENDERS)}; `all` for every peer; name:key=value passes an argument on, "
+        "paceline@PATH takes another checkout, and a name given twice is an A/A row",
     )
     zero_grad: str = option("none", "zero_grad sets gradients to none, or to zero")
     accumulate: int = option(1, "micros per step")
@@ -50,6 +52,7 @@ class StepSpec:
     settle: int = option(1, "untimed steps at the begin of each burst, while caches still hold another contender")
     timing: str = option("step", "time each step, or each burst as a whole: then a step may overlap the next one")
     lanes: bool = option(False, "also paceline with lanes, one for every micro: the contender `lanes`")
+    compile: bool = option(False, "torch.compile the model before it is wrapped")
     learning_rate: float = option(1e-4, "of AdamW")
     seed: int = option(0, "of weights and data")
     timeout: float = option(180.0, "seconds after which a silent contender is given up")
@@ -62,8 +65,7 @@ class StepSpec:
         _positive(self, "micro_batch", "ranks", "steps", "threads", "accumulate", "burst", "timeout")
         if self.warmup < 0 or self.settle < 0:
             raise UsageError(f"warmup and settle must not be negative, got {self.warmup} and {self.settle}")
-        if not self.contenders or len(set(self.contenders)) != len(self.contenders):
-            raise UsageError(f"expected one or more contenders, each once, got {list(self.contenders)}")
+        label_each(self.contenders)
 
     @property
     def shape(self) -> GPTShape:
@@ -79,7 +81,7 @@ class AllReduceSpec:
     rounds: int = option(5, "turns of every contender at every size")
     threads: int = option(1, "compute threads of a rank")
     device: str = option("cpu", "cpu or cuda")
-    contenders: tuple[str, ...] = option(("paceline", "gloo", "mpi"), "of paceline, gloo, nccl, mpi")
+    contenders: tuple[str, ...] = option(("paceline", "gloo", "mpi"), "of paceline, paceline@PATH, gloo, nccl, mpi")
     timeout: float = option(120.0, "seconds after which a silent contender is given up")
 
     def __post_init__(self) -> None:
@@ -214,12 +216,12 @@ class AgreementSpec:
 class HooksSpec:
     """What the reducer itself costs per parameter."""
 
-    parameters: str = option("250,500,1000,2000,4000", "numbers of parameters, comma-separated")
+    parameters: str = option("250,500,1000,2000,4000,10000", "numbers of parameters, comma-separated")
     numel: int = option(16, "elements of a parameter: few, so that compute and bytes hardly count")
     worlds: str = option("1,2", "numbers of ranks, comma-separated")
     rounds: int = option(8, "turns of every contender at every number")
     burst: int = option(5, "timed backwards in a turn")
-    contenders: tuple[str, ...] = option(("paceline", "torch"), "of paceline, torch")
+    contenders: tuple[str, ...] = option(("paceline", "torch"), "of paceline, paceline@PATH, torch")
     timeout: float = option(120.0, "seconds after which a silent contender is given up")
 
     def __post_init__(self) -> None:
@@ -227,8 +229,50 @@ class HooksSpec:
         if len(parse_list("parameters", self.parameters)) < 2:
             raise UsageError(f"a slope needs two numbers of parameters or more, got {self.parameters!r}")
         parse_list("worlds", self.worlds)
-        for name in self.contenders:
-            _choose("contenders", name, ("paceline", "torch"))
+        for label in label_each(self.contenders):
+            parse_known(label, ("paceline", "torch"))
+
+
+MACHINERY = ("bare", "torch", "paceline", "no-agreement")
+
+
+@dataclass(frozen=True, slots=True)
+class MachinerySpec:
+    """What the machinery alone costs: one rank does all that it would do among several, and the network costs
+    nothing."""
+
+    model: str = option("gpt-5m", f"one of {', '.join(MODELS)}")
+    micro_batch: int = option(1, "sequences per step")
+    device: str = option("cpu", "cpu or cuda")
+    backend: str = option(
+        "auto", "of torch.distributed, as nccl; auto is gloo on a CPU and cpu:gloo,cuda:nccl on a GPU"
+    )
+    compile: bool = option(False, "torch.compile the model before it is wrapped")
+    contenders: tuple[str, ...] = option(
+        ("bare", "bare", "torch", "paceline", "no-agreement"),
+        f"comma-separated, of {', '.join(MACHINERY)}; paceline@PATH takes another checkout, and a name given twice is "
+        "an A/A row",
+    )
+    rounds: int = option(10, "turns of every contender")
+    burst: int = option(10, "steps that are timed together in a turn, with one synchronisation at their end")
+    settle: int = option(2, "untimed steps at the begin of each turn, while caches still hold another contender")
+    warmup: int = option(6, "steps before the first turn")
+    threads: int = option(1, "compute threads")
+    learning_rate: float = option(1e-5, "of AdamW; the batch is always the same")
+    seed: int = option(0, "of weights and data")
+    timeout: float = option(180.0, "seconds after which a silent contender is given up")
+
+    def __post_init__(self) -> None:
+        _positive(self, "rounds", "burst")
+        for label in label_each(self.contenders):
+            parse_known(label, MACHINERY)
+        if "bare" not in self.contenders:
+            raise UsageError(f"contenders={','.join(self.contenders)}: all are compared with `bare`, which is missing")
+        self.step()
+
+    def step(self) -> StepSpec:
+        """The training step that is measured."""
+        return StepSpec(ranks=1, **_without(self, "backend", "rounds"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.bench.conductor import Conductor, Say
-from paceline.bench.contenders import CONTENDERS, Contender, find_contender
+from paceline.bench.contenders import CONTENDERS, Contender, ContenderName, find_contender, label_each
 from paceline.bench.crew import Order
 from paceline.bench.figures import flat, median, percentile, ratio_of_medians
 from paceline.bench.report import Circumstances, ContenderResult, StepReport
@@ -46,7 +46,7 @@ def run_steps(spec: StepSpec, say: Say = lambda _: None) -> StepReport:
         for label, failure in conductor.failures.items():
             results[label].state, results[label].message = "failed", failure.message
             results[label].log = failure.log
-    report = StepReport(asdict(spec), Circumstances.now(gpu), *count_parameters(spec), list(results.values()))
+    report = StepReport(asdict(spec), Circumstances.now(gpu, results), *count_parameters(spec), list(results.values()))
     for result in report.contenders:
         if result.state == "ok":
             _summarise(result, records[result.label], report.parameters)
@@ -60,7 +60,7 @@ def _expand(spec: StepSpec) -> StepSpec:
         labels += [name for name, one in CONTENDERS.items() if one.in_all] if label == "all" else [label]
     if spec.lanes:
         labels.append("lanes")
-    return replace(spec, contenders=tuple(dict.fromkeys(labels)))
+    return replace(spec, contenders=label_each(labels))
 
 
 def _empty(spec: StepSpec, label: str) -> ContenderResult:
@@ -81,7 +81,8 @@ def _order(spec: StepSpec, label: str) -> Order:
     contender = find_contender(label)
     size = _size(spec, contender)
     threads = spec.threads * spec.ranks // size
-    return Order(label, contender.task, asdict(spec), size, threads, spec.device, contender.launcher)
+    sources = ContenderName.parse(label).sources
+    return Order(label, contender.task, asdict(spec), size, threads, spec.device, contender.launcher, sources)
 
 
 def count_parameters(spec: StepSpec) -> tuple[int, int]:

@@ -72,6 +72,15 @@ def _ratio_chart(title: str, report: dict[str, Any], bars: Any) -> Any:
     return figure
 
 
+def machinery_chart(report: dict[str, Any]) -> Any:
+    """A step over the bare model's."""
+    spec = report["spec"]
+    how = ", compiled" if spec["compile"] else ""
+    title = f"What the machinery adds to {spec['model']}, micro-batch {spec['micro_batch']}{how}, on {spec['device']}"
+    bars = [(found["label"], found["to_bare"], None) for found in report["contenders"]]
+    return _ratio_chart(title, report, bars)
+
+
 def hooks_chart(report: dict[str, Any]) -> Any:
     """What is added to the bare model, by number of parameters."""
     figure, axes = new_figure("What the reducer adds to a step without an optimizer", report, 4.6, right=0.82)

@@ -8,10 +8,12 @@ from paceline.bench.report import (
     CostModelReport,
     HooksReport,
     LanesReport,
+    MachineryReport,
+    MachineryResult,
     SeriesReport,
     StepReport,
 )
-from paceline.bench.spec import parse_bytes
+from paceline.bench.spec import parse_bytes, show_count
 from paceline.bench.tables import NOTHING, Table, show_ms, where
 from paceline.memory_plan.numbers import show_bytes
 
@@ -111,6 +113,8 @@ def verdict(met: bool) -> str:
 
 def hooks_tables(report: HooksReport) -> list[Table]:
     header = ["contender", "ranks", "µs/parameter", "fixed ms", f"target {TARGET_S * 1e6:g} µs"]
+    most = max((row.parameters[-1] for row in report.rows), default=0)
+    header += [f"step of {most:,} ms", "µs each", "× torch", "(90 %)"]
     rows = [
         [
             row.label,
@@ -118,6 +122,10 @@ def hooks_tables(report: HooksReport) -> list[Table]:
             f"{row.slope_s * 1e6:.2f}",
             f"{row.fixed_s * 1e3:.3f}",
             verdict(row.slope_s <= TARGET_S),
+            show_ms(row.median_s[-1]),
+            f"{(row.median_s[-1] - row.bare_s[-1]) / row.parameters[-1] * 1e6:.2f}",
+            f"{row.to_torch.value:.3f}" if row.to_torch else NOTHING,
+            f"{row.to_torch.low:.2f}–{row.to_torch.high:.2f}" if row.to_torch else NOTHING,
         ]
         for row in report.rows
     ]
@@ -125,13 +133,52 @@ def hooks_tables(report: HooksReport) -> list[Table]:
     notes.append(
         "time of zero_grad, forward and backward above the bare model's, over "
         f"{report.spec['parameters']} parameters of {report.spec['numel']} elements: "
-        "the slope (median of pairwise slopes), and what is left at zero parameters"
+        "the slope (median of pairwise slopes), and what is left at zero parameters; then, with most parameters, the "
+        "whole step, what each parameter adds to the bare model's, and the ratio to torch's step"
     )
     return [
         Table(
             "what the reducer adds to a step without an optimizer", header, rows, [*notes, *where(report.circumstances)]
         )
     ]
+
+
+def machinery_tables(report: MachineryReport) -> list[Table]:
+    """One row per contender. `bare (A/A)` is the same program as `bare`, so its ratio shows the noise."""
+    header = ("contender", "step ms", "p10–p90", "× bare", "(90 %)", "µs/tensor", "same loss")
+    notes = []
+    for result in report.contenders:
+        if result.state != "ok":
+            notes.append(f"{result.label}: {result.state}: {result.message}")
+            notes += [f"    | {line}" for line in result.log.splitlines()]
+    notes.append(
+        "One rank does everything that it would do among several, over a group of its own, so what it adds to the "
+        "bare model is machinery alone. p10–p90: over turns; a turn is one burst with one synchronisation at its end. "
+        "µs/tensor: the added time divided by the number of parameter tensors. "
+        "(90 %): where the ratio lies in 9 of 10 resamplings of the rounds."
+    )
+    spec = report.spec
+    parts = [
+        spec["model"],
+        f"{show_count(report.parameters)} parameters in {report.tensors} tensors",
+        f"micro-batch {spec['micro_batch']}{', compiled' if spec['compile'] else ''} on {spec['device']}",
+        f"backend {spec['backend']}",
+        f"{spec['rounds']} rounds of {spec['burst']} steps",
+    ]
+    rows = [_machinery_row(result) for result in report.contenders if result.state == "ok"]
+    return [Table(", ".join(parts), header, rows, [*notes, *where(report.circumstances)])]
+
+
+def _machinery_row(result: MachineryResult) -> list[str]:
+    assert result.median_s is not None and result.p10_s is not None and result.p90_s is not None
+    low, middle, high = (f"{seconds * 1e3:.2f}" for seconds in (result.p10_s, result.median_s, result.p90_s))
+    row = [result.label, middle, f"{low}–{high}"]
+    if result.to_bare is None or result.added_per_tensor_s is None or result.loss_difference is None:
+        return [*row, *[NOTHING] * 4]
+    ratio, difference = result.to_bare, result.loss_difference
+    same = "yes" if not difference else f"to {difference:.0e}" if result.agrees else f"NO ({difference:.0e})"
+    added = f"{result.added_per_tensor_s * 1e6:.1f}"
+    return [*row, f"{ratio.value:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}", added, same]
 
 
 def cost_tables(report: CostModelReport) -> list[Table]:

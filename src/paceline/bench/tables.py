@@ -97,7 +97,8 @@ def _step_notes(report: StepReport) -> list[str]:
         if result.phases_s and result.label.startswith("paceline"):
             phases = ", ".join(f"{name} {show_ms(seconds)}" for name, seconds in result.phases_s.items())
             count = len(result.bucket_bytes)
-            notes.append(f"{result.label}: {phases} ms; {count} bucket{'' if count == 1 else 's'}")
+            buckets = f"; {count} bucket{'' if count == 1 else 's'}" if count else ""  # another checkout does not say
+            notes.append(f"{result.label}: {phases} ms{buckets}")
         if result.predicted_exposed_s is not None:
             traced = "" if result.traced_exposed_s is None else f", by trace {show_ms(result.traced_exposed_s)}"
             notes.append(f"{result.label}: exposed by plan {show_ms(result.predicted_exposed_s)}{traced} ms")

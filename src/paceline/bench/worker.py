@@ -9,7 +9,8 @@ import sys
 import traceback
 from typing import Any
 
-from paceline.bench.spec import AllReduceSpec, HooksSpec, StepSpec, from_json
+from paceline.bench.checkout import import_from
+from paceline.bench.spec import AllReduceSpec, HooksSpec, MachinerySpec, StepSpec, from_json
 from paceline.bench.tasks import LineUp, Task
 from paceline.bench.wire import HungUp, Line, exit_when_closed
 
@@ -33,6 +34,10 @@ def make_task(order: dict[str, Any], rank: int) -> Task:
         from paceline.bench.tasks.hooks import HooksTask
 
         return HooksTask(from_json(HooksSpec, spec), label, rank, size)
+    if kind == "machinery":
+        from paceline.bench.tasks.machinery import MachineryTask
+
+        return MachineryTask(from_json(MachinerySpec, spec), label)
     raise AssertionError(f"no such task: {kind}")
 
 
@@ -49,6 +54,8 @@ def serve(line: Line, rank: int) -> None:
         try:
             if task is None:
                 task = make_task(message, rank)
+                if message["sources"]:
+                    import_from(message["sources"])
                 answer: dict[str, Any] = {}
             else:
                 answer = _answer(task, message, line_up)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from paceline.checkpoint.agree import Group, gather, gather_text, here, number_of
 from paceline.collectives.checked import barrier
-from paceline.collectives.peers import Board, Identity, Record, StoreCall
+from paceline.collectives.peers import Board, Record, StoreCall
 from paceline.collectives.torch_dist import store_of
 from paceline.collectives.watch import Reports
 from paceline.errors import CollectiveMismatch, PeerAbsent
@@ -30,6 +30,7 @@ class _Elsewhere:
 
     rank: int
     what: str
+    at: str
     since: float
 
 
@@ -68,7 +69,7 @@ def _wait_for_all(call: str, group: Group, timeout: float | None) -> None:
         records = _records(group)
         since = {one: since.get(one, waited_s) for one in _elsewhere(records)}
         if stuck := [one for one, seen_s in since.items() if waited_s - seen_s >= STUCK_S]:
-            told = "; ".join(f"rank {one.rank} waits in {one.what}" for one in stuck)
+            told = "; ".join(f"rank {one.rank} waits in {one.what}{one.at}" for one in stuck)
             raise CollectiveMismatch(f"{about}, but {told}. {RULE}", ranks=[one.rank for one in stuck])
         absent = [other for other in absent if not _between_slices(records.get(other))] or absent
         names = ", ".join(f"rank {other}" for other in absent) or "an unknown rank"
@@ -84,7 +85,7 @@ def _records(group: Group) -> dict[int, Record]:
     store = None if group is None else store_of(group)
     if group is None or store is None:
         return {}
-    board = Board(store, group.rank(), group.size(), Record(Identity.own(), last=BARRIER))
+    board = Board(store, group.rank(), group.size())
     asked = StoreCall(lambda _: board.exchange())
     try:
         return asked.result() if asked.wait(STORE_S) else {}
@@ -93,11 +94,11 @@ def _records(group: Group) -> dict[int, Record]:
 
 
 def _elsewhere(records: Mapping[int, Record]) -> list[_Elsewhere]:
-    waits = {rank: record.wait for rank, record in sorted(records.items())}
-    found = [_Elsewhere(rank, wait.what, wait.since) for rank, wait in waits.items() if wait is not None]
-    return [one for one in found if one.what != BARRIER]
+    waits = [(rank, wait) for rank, record in records.items() for wait in record.waits]
+    found = [_Elsewhere(rank, wait.what, wait.at, wait.since) for rank, wait in waits]
+    return sorted((one for one in found if one.what != BARRIER), key=lambda one: one.rank)
 
 
 def _between_slices(record: Record | None) -> bool:
     """Whether a rank that waits in nothing has probably come: it posts a wait only when that has lasted a moment."""
-    return record is not None and record.wait is None and record.last == BARRIER
+    return record is not None and not record.waits and record.last == BARRIER

@@ -5,12 +5,13 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch import nn
 from paceline.checkpoint import generations
 from paceline.checkpoint.agree import Cadence, Group, gather, gather_text, here, newest_on_all, number_of
 from paceline.checkpoint.arrive import arrive
+from paceline.checkpoint.compare import Words, check_copy, compare
 from paceline.checkpoint.faults import CheckpointMismatch, Damaged, NoCheckpoint, NotSaved, Skipped
 from paceline.checkpoint.generations import NAME, Generation
 from paceline.checkpoint.manifest import FILE, Manifest, versions
@@ -28,8 +30,13 @@ from paceline.checkpoint.snapshot import MODEL, STATE, TREE, Snapshot, Staging, 
 from paceline.checkpoint.write import Parts, ignore, write_generation
 from paceline.checkpoint.writing import Writing
 from paceline.errors import UsageError
+from paceline.progress import Phase, own_progress
+from paceline.stored.directory import DirectoryLock, make_directory
 
 logger = logging.getLogger("paceline")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,17 @@ class Loaded:
     skipped: tuple[Skipped, ...] = ()
 
 
+def _seen(call: Callable[P, R]) -> Callable[P, R]:
+    """Have the launcher see that this rank is in a checkpoint, which may take long."""
+
+    @wraps(call)
+    def seen(*args: P.args, **kwargs: P.kwargs) -> R:
+        with own_progress().during(Phase.CHECKPOINT):
+            return call(*args, **kwargs)
+
+    return seen
+
+
 class Checkpointer:
     """Keeps the newest `keep` generations of a run in `directory`.
 
@@ -91,9 +109,16 @@ class Checkpointer:
     file, and gets its name when all of it is on disk; older ones are removed after that. A save that fails is told to
     all ranks by their next call, and training may go on. The writer keeps host memory for one copy of the state.
 
+    The process that writes owns the directory, by a lock that ends with it: a save by another run raises UsageError on
+    all ranks of that run. Loading needs no lock.
+
     `busy` says what a save does when the one before is still being written: "wait" or "skip". `timeout` is how long a
     rank waits for others to come to the same call, before it raises PeerAbsent; those that wait in another collective
     are found in seconds, without it.
+
+    Before anything is written, ranks compare the bits of their parameters and optimizer states (in lanes also of their
+    buffers), and what is written is compared with those. If ranks differ, `save` raises ReplicaDrift on all of them and
+    saves nothing, so that no checkpoint holds what has drifted. `compare=False` is for ranks that are meant to differ.
     """
 
     def __init__(
@@ -108,6 +133,7 @@ class Checkpointer:
         on_event: Callable[[Event], None] | None = None,
         group: Group = None,
         timeout: float | None = None,
+        compare: bool = True,
     ) -> None:
         if type(keep) is not int or keep < 2:
             raise UsageError(f"keep must be a whole number of at least 2, got {keep!r}: one may be damaged")
@@ -128,6 +154,7 @@ class Checkpointer:
         self._on_event = on_event or ignore
         self._group = group
         self._timeout = timeout
+        self._compare = compare
         # Ten times as often as a save is due, so that it is at most a tenth late.
         self._cadence = Cadence((every_seconds or 0.0) / 10, group)
         self._saved_at = time.monotonic()
@@ -137,6 +164,7 @@ class Checkpointer:
         self._is_writer: bool | None = None
         self._versions = versions()
         self._refused: list[Path] = []
+        self._lock = DirectoryLock(self.directory)
 
     def due(self, step: int) -> bool:
         """Whether `step` is one to save. Called in every step; by seconds, rank 0's clock decides for all ranks."""
@@ -147,6 +175,7 @@ class Checkpointer:
         leads = here(self._group)[0] == 0
         return bool(self._cadence.ask(leads and time.monotonic() - self._saved_at >= self._every_seconds))
 
+    @_seen
     def save(
         self, step: int, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **more: Any
     ) -> Saved:
@@ -166,15 +195,17 @@ class Checkpointer:
             self.close()
         waited_s = time.perf_counter() - waiting
         self._saved_at = time.monotonic()
-        manifest, skip, problem = self._agree(step, snapshot, skip)
+        writes = self._writes()
+        manifest, skip, problem = self._agree(step, snapshot, skip, self._own() if writes else "")
         if skip:
             self._on_event(Event("skipped", step, f"step {step} is not saved: the write before is still under way"))
-        elif self._writes():
-            self._start(manifest, snapshot)
+        else:
+            self._start(manifest, snapshot, writes=writes)
         if not skip and not self._asynchronous:
             problem = self._settle() or problem
         return Saved(step, time.perf_counter() - started, waited_s, skip, problem)
 
+    @_seen
     def wait(self) -> None:
         """Return when what was saved is on disk. Raises NotSaved, on all ranks, if it could not be written."""
         arrive("Checkpointer.wait()", self._group, self._timeout)
@@ -194,16 +225,19 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        self._lock.release()
 
+    @_seen
     def latest(self) -> Generation | None:
         """The newest generation that is whole on all ranks, every byte compared, or None."""
         arrive("Checkpointer.latest()", self._group, self._timeout)
         self.close()
         return self._newest(self.directory, generations.verify)[0]
 
+    @_seen
     def load(
         self,
-        generation: "Literal['latest'] | str | os.PathLike[str] | int | Generation" = "latest",
+        generation: "Literal['latest', 'compared'] | str | os.PathLike[str] | int | Generation" = "latest",
         *,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -211,10 +245,11 @@ class Checkpointer:
     ) -> Loaded:
         """Put a generation back into `model`, `optimizer`, and whatever of `more` has load_state_dict().
 
-        `generation` is "latest" (the newest that is whole on all ranks), a step, or the path of a generation or of a
-        directory of them. Every byte is compared before anything is changed. Raises NoCheckpoint if there is none that
-        is whole on all ranks, and CheckpointMismatch if it is not of this model; both on all ranks. A replica in lanes
-        is warned, by name, when the number of lanes or what chooses kernels is not what it was.
+        `generation` is "latest" (the newest that is whole on all ranks), "compared" (the newest of those that ranks
+        have compared when they saved it; if there is none, the newest of all), a step, or the path of a generation or
+        of a directory of them. Every byte is compared before anything is changed. Raises NoCheckpoint if there is none
+        that is whole on all ranks, and CheckpointMismatch if it is not of this model; both on all ranks. A replica in
+        lanes is warned, by name, when the number of lanes or what chooses kernels is not what it was.
         """
         arrive("Checkpointer.load()", self._group, self._timeout)
         self.close()
@@ -236,18 +271,38 @@ class Checkpointer:
             )
         return Loaded(found.step, found.path, found.manifest.world_size, restored.more, skipped)
 
-    def _agree(self, step: int, snapshot: Snapshot, skip: bool) -> tuple[Manifest, bool, NotSaved | None]:
+    def _own(self) -> str:
+        """Keep other runs from saving to the directory. Returns who does so already, or nothing."""
+        try:
+            make_directory(self.directory)
+            return self._lock.acquire()
+        except OSError:  # the write will meet it too, and tell
+            return ""
+
+    def _agree(self, step: int, snapshot: Snapshot, skip: bool, holder: str) -> tuple[Manifest, bool, NotSaved | None]:
         """The new generation, whether it is skipped, and what went wrong with the one before."""
         report = self._report()
         shapes = as_text(snapshot.shapes)
-        own = [number_of(shapes), self._next_number(), bool(report), skip, secrets.randbits(60)]
+        own = [number_of(shapes), self._next_number(), bool(report), skip, secrets.randbits(60), bool(holder)]
         rows = gather(own, self._group)
+        if any(row[5] for row in rows):
+            self._refuse_second(gather_text(holder, self._group))
         if len({row[0] for row in rows}) > 1:
             raise different_models(gather_text(shapes, self._group))
         self._number = max(row[1] for row in rows)
         problem = self._tell(report) if any(row[2] for row in rows) else None
-        manifest = Manifest(step, self._number, rows[0][4], len(rows), {}, snapshot.shapes, self._versions)
+        manifest = Manifest(
+            *(step, self._number, rows[0][4], len(rows), {}, snapshot.shapes, self._versions),
+            compared=len(rows) if self._compare else 0,
+        )
         return manifest, any(row[3] for row in rows), problem
+
+    def _refuse_second(self, holders: Sequence[str]) -> NoReturn:
+        rank, holder = next((rank, text) for rank, text in enumerate(holders) if text)
+        raise UsageError(
+            f"rank {rank} cannot save to {self.directory}: {holder} saves there, and two runs in one directory would "
+            f"remove each other's checkpoints; give this run a directory of its own, or end the other one"
+        )
 
     def _settle(self) -> NotSaved | None:
         self.close()
@@ -298,13 +353,20 @@ class Checkpointer:
             self._is_writer = is_writer(self.directory, self._group)
         return here(self._group)[0] == 0 if self._is_writer is None else self._is_writer
 
-    def _start(self, manifest: Manifest, snapshot: Snapshot) -> None:
+    def _start(self, manifest: Manifest, snapshot: Snapshot, *, writes: bool) -> None:
+        """Copy the state, compare it with that of the others, and have it written. All ranks call it."""
         failed: Exception | None = None
-        try:
-            self._staging[MODEL].take(snapshot.model)
-            self._staging[STATE].take(snapshot.state)
-        except (RuntimeError, MemoryError) as error:  # no memory for the copy; told as if it could not be written
-            failed = error
+        if writes:
+            try:
+                self._staging[MODEL].take(snapshot.model)
+                self._staging[STATE].take(snapshot.state)
+            except (RuntimeError, MemoryError) as error:  # no memory for the copy; told as if it could not be written
+                failed = error
+        words: list[Words] = []
+        if self._compare and manifest.world_size > 1:
+            words = compare(manifest.step, snapshot.replicated(snapshot.model, snapshot.state), self._group)
+        if not writes:
+            return
 
         def write() -> Generation:
             if failed is not None:
@@ -313,9 +375,14 @@ class Checkpointer:
                 generations.remove_abandoned(self.directory)
             files: dict[str, Parts] = {name: staging.parts() for name, staging in self._staging.items()}
             files[TREE] = [snapshot.tree]
-            written = write_generation(self.directory, manifest, files)
+            written = write_generation(self.directory, manifest, files, check=check)
             self._refused = [path for path in self._refused if path != written.path]
             return written
+
+        def check() -> None:
+            if words:
+                copies = (self._staging[name].taken() for name in (MODEL, STATE))
+                check_copy(snapshot.replicated(*copies), words)
 
         def tidy() -> list[Path]:
             generations.remove_abandoned(self.directory)
@@ -324,7 +391,7 @@ class Checkpointer:
         self._writing = Writing(manifest.step, write, tidy, asynchronous=self._asynchronous)
 
     def _newest(
-        self, directory: Path, check: Callable[[Generation], None], step: int | None = None
+        self, directory: Path, check: Callable[[Generation], None], step: int | None = None, *, compared: bool = False
     ) -> tuple[Generation | None, tuple[Skipped, ...]]:
         try:
             found, broken = generations.survey(directory)
@@ -333,7 +400,10 @@ class Checkpointer:
         if step is not None:
             found = [one for one in found if one.step == step]
             broken = [one for one in broken if generations.step_of(one.path) in (step, -1)]
-        chosen, skipped = newest_on_all(found, broken, check, self._group)
+        preferred = [one for one in found if one.manifest.compared or not compared]
+        chosen, skipped = newest_on_all(preferred, broken, check, self._group)
+        if chosen is None and compared:
+            chosen, skipped = newest_on_all(found, broken, check, self._group)
         fresh = [one for one in skipped if directory / one.path not in self._refused]
         for one in fresh:
             self._refused.append(directory / one.path)
@@ -352,8 +422,11 @@ class Checkpointer:
             which = which.path
         if isinstance(which, int):
             what, (found, skipped) = f"of step {which} in {self.directory}", self._newest(self.directory, check, which)
-        elif which == "latest":
-            what, (found, skipped) = f"in {self.directory}", self._newest(self.directory, check)
+        elif which in ("latest", "compared"):
+            what, (found, skipped) = (
+                f"in {self.directory}",
+                self._newest(self.directory, check, compared=which == "compared"),
+            )
         else:
             what, (found, skipped) = f"at {which}", self._at(Path(which), check)
         if found is None:

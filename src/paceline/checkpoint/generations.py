@@ -97,7 +97,7 @@ def content(generation: Generation) -> dict[str, torch.Tensor]:
     """The bytes of all files, each compared with the manifest. Raises Damaged."""
     files = {}
     for name, record in generation.manifest.files.items():
-        flat = torch.empty(record.size, dtype=torch.uint8)
+        flat = torch.empty(record.size, dtype=torch.uint8, device="cpu")
         _read(generation.path / name, record, bytes_of(flat))
         files[name] = flat
     return files

@@ -30,7 +30,11 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a generation consists of. `number` counts saves in the order of writing, and `id` is unlike any other."""
+    """What a generation consists of. `number` counts saves in the order of writing, and `id` is unlike any other.
+
+    `compared` is how many ranks were found to hold the same state when it was saved. It is 1 in a world of one, which
+    has nobody to compare with, and 0 where nothing was compared, as by versions that did not do it yet.
+    """
 
     step: int
     number: int
@@ -39,6 +43,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
     model: Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of every tensor of the model's state
     versions: Mapping[str, str]
+    compared: int = 0
 
 
 def versions() -> dict[str, str]:
@@ -79,4 +84,5 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
         files={name: FileRecord(**record) for name, record in fields["files"].items()},
         model={name: (dtype, tuple(shape)) for name, (dtype, shape) in fields["model"].items()},
         versions=fields["versions"],
+        compared=fields.get("compared", 0),
     )

@@ -5,6 +5,7 @@ import secrets
 from pathlib import Path
 
 from paceline.checkpoint.agree import Group, gather, here
+from paceline.stored.directory import make_directory
 
 
 def is_writer(directory: Path, group: Group) -> bool | None:
@@ -19,7 +20,7 @@ def is_writer(directory: Path, group: Group) -> bool | None:
     [token, *_] = [token for (token,) in gather([secrets.randbits(60)], group)]
     probe = f".seen-{token:x}-"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         (directory / f"{probe}{rank}").touch(exist_ok=False)
         put_down = True
     except OSError:

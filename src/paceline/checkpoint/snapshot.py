@@ -34,6 +34,11 @@ class Snapshot:
     model: Mapping[str, torch.Tensor]
     state: Mapping[str, torch.Tensor]
     shapes: Mapping[str, Kind]
+    replicas: tuple[tuple[str, ...], tuple[str, ...]]  # names in `model` and `state` of what is equal on all ranks
+
+    def replicated(self, *files: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """What of the tensors of both files, or of copies of them, is equal on all ranks."""
+        return [{name: tensors[name] for name in names} for tensors, names in zip(files, self.replicas, strict=True)]
 
 
 def state_of(value: Any) -> Any:
@@ -58,7 +63,9 @@ def describe(
     if optimizer is not None:
         tree["optimizer"] = rest.encode(optimizer.state_dict(), ("optimizer",))
         tree["optimizer_kind"] = type(optimizer).__name__
-    tree["kernels"], tree["lanes"] = kernel_settings(device_of(model)), lanes_in(model, more)
+    lanes = lanes_in(model, more)
+    replicas = _replicas(model, weights, buffers=lanes is not None), tuple(rest.tensors)
+    tree["kernels"], tree["lanes"] = kernel_settings(device_of(model)), lanes
     tree["more"], tree["per_rank"] = {}, []
     for name, value in more.items():
         if isinstance(value, PerRank):
@@ -66,7 +73,19 @@ def describe(
             value = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]
             tree["per_rank"].append(name)
         tree["more"][name] = rest.encode(state_of(value), ("more", name))
-    return Snapshot(json.dumps(tree).encode(), weights.tensors, rest.tensors, shapes)
+    return Snapshot(json.dumps(tree).encode(), weights.tensors, rest.tensors, shapes, replicas)
+
+
+def _replicas(model: nn.Module | None, weights: Encoder, *, buffers: bool) -> tuple[str, ...]:
+    """What of a model is the same on all ranks. Buffers are so in lanes only: elsewhere each rank makes its own, and
+    takes over those of another one when its next forward begins."""
+    if model is None:
+        return ()
+    ignored = getattr(model, "parameters_to_ignore", ())
+    names = {name for name, _ in bare(model).named_parameters(remove_duplicate=False)}
+    if buffers:
+        names |= {name for name, _ in bare(model).named_buffers(remove_duplicate=False)}
+    return tuple(name for name in weights.tensors if name in names and name not in ignored)
 
 
 def lanes_in(model: nn.Module | None, more: Mapping[str, Any]) -> int | None:
@@ -100,7 +119,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._views: list[torch.Tensor] = []
         self._copied: list[torch.cuda.Event] = []
 
@@ -111,12 +130,20 @@ class Staging:
         on_device = bool(devices)
         if self._layout != layout or on_device != self._flat.is_pinned():
             self._views = []
-            self._flat = torch.empty(layout.size, dtype=torch.uint8, pin_memory=on_device)
+            self._flat = torch.empty(layout.size, dtype=torch.uint8, pin_memory=on_device, device="cpu")
             self._layout, self._views = layout, views(layout, self._flat)
         with torch.no_grad():
             for view, entry in zip(self._views, layout.entries, strict=True):
                 view.copy_(tensors[entry.name], non_blocking=True)
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def taken(self) -> dict[str, torch.Tensor]:
+        """The copies, when they are complete."""
+        if self._layout is None:
+            raise UsageError("nothing was taken yet")
+        for event in self._copied:
+            event.synchronize()
+        return {entry.name: view for entry, view in zip(self._layout.entries, self._views, strict=True)}
 
     def parts(self) -> list[bytes | memoryview]:
         """The bytes of the file."""

@@ -11,8 +11,9 @@ from paceline.bare import bare
 from paceline.checkpoint.faults import NotSaved
 from paceline.checkpoint.generations import held, temporary
 from paceline.checkpoint.snapshot import Staging
-from paceline.checkpoint.write import fsync, write_file
+from paceline.checkpoint.write import write_file
 from paceline.errors import UsageError
+from paceline.stored.directory import fsync_directory, make_directory
 from paceline.stored.tree import NATIVE
 
 
@@ -34,12 +35,12 @@ def export_weights(model: nn.Module, path: str | Path) -> Path:
     staging.take(tensors)
     home = temporary(path.parent, f"step-{path.name}", "new")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         home.mkdir()
         with held(home):
             write_file(home / path.name, staging.parts())
             (home / path.name).replace(path)
-        fsync(path.parent)
+        fsync_directory(path.parent)
     except OSError as error:
         raise NotSaved(f"the weights could not be written to {path}: {error}", step=-1, rank=0) from error
     finally:

@@ -1,6 +1,5 @@
 """Writing one generation, so that it is on disk whole or not at all."""
 
-import errno
 import hashlib
 import os
 import shutil
@@ -12,6 +11,7 @@ from pathlib import Path
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.generations import CHUNK, Generation, held, name_of, temporary
 from paceline.checkpoint.manifest import FileRecord, Manifest
+from paceline.stored.directory import fsync_directory, fsync_open_directory, make_directory
 
 Parts = Sequence[bytes | memoryview]
 
@@ -26,15 +26,15 @@ def write_generation(
     files: Mapping[str, Parts],
     *,
     reached: Callable[[str], None] = ignore,
+    check: Callable[[], None] | None = None,
 ) -> Generation:
     """Write `files` and their manifest to a directory of their own, and give it its name when all is on disk.
 
-    Raises OSError when that fails; then nothing of it is left. `reached` is told each stage before it is begun.
+    Raises OSError when that fails; then nothing of it is left. `reached` is told each stage before it is begun. `check`
+    is called when all is written, and may still refuse it by raising.
     """
     reached("make the directory")
-    if not directory.is_dir():
-        directory.mkdir(parents=True, exist_ok=True)
-        fsync(directory.parent)
+    make_directory(directory)
     name = name_of(directory, manifest.step)
     home = temporary(directory, name, "new")
     home.mkdir()
@@ -48,7 +48,9 @@ def write_generation(
             reached("write the manifest")
             write_file(home / manifests.FILE, [manifests.to_bytes(complete)], reached)
             reached("fsync the directory")
-            _fsync_open(descriptor)
+            fsync_open_directory(descriptor)
+            if check is not None:
+                check()
             reached("rename")
             home.rename(directory / name)
     except BaseException:
@@ -56,7 +58,7 @@ def write_generation(
             shutil.rmtree(home)
         raise
     reached("fsync the parent")
-    fsync(directory)
+    fsync_directory(directory)
     reached("done")
     return Generation(directory / name, manifest.step, complete)
 
@@ -79,20 +81,3 @@ def write_file(file: Path, parts: Parts, reached: Callable[[str], None] = ignore
     finally:
         os.close(descriptor)
     return FileRecord(size, digest.hexdigest())
-
-
-def fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _fsync_open(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _fsync_open(directory: int) -> None:
-    try:
-        os.fsync(directory)
-    except OSError as error:
-        # Some network file systems do not know this of directories: there is nothing more that could be done.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise

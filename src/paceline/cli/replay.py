@@ -12,7 +12,7 @@ from paceline.agree.word import readable, word_of
 from paceline.bench.tables import NOTHING, Table, render
 from paceline.cli.rerun import Seen, Subject, run_turn, subject_of, turns
 from paceline.errors import CapsuleDamaged, UsageError
-from paceline.kernels import differences, kernel_settings
+from paceline.kernels import differences, kernel_settings, use_float32_precision
 
 REPRODUCED, NOT_REPRODUCED, UNUSABLE = 0, 1, 2
 LAST = 5
@@ -63,8 +63,7 @@ def take_settings(capsule: Capsule, device: torch.device) -> list[str]:
         torch.set_num_threads(max(1, int(then["threads"])))
     if then.get("deterministic algorithms") == "True":
         torch.use_deterministic_algorithms(True)
-    if then.get("float32 matmul precision") in ("highest", "high", "medium"):
-        torch.set_float32_matmul_precision(then["float32 matmul precision"])
+    use_float32_precision(then)
     if then.get("flush denormal") == "True":
         torch.set_flush_denormal(True)
     unlike = differences(then, kernel_settings(device)) if then else []

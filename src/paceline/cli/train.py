@@ -74,6 +74,7 @@ def start(config: TrainConfig) -> int:
             f"{ranks} ranks and lanes={config.lanes}: expected at least one lane for each rank; give more --lanes, or "
             f"fewer --ranks"
         )
+    config = config.settled(on_gpu=gpus > 0)
     folder = RunFolder.prepare(config)
     job = Job(
         command=(sys.executable, "-m", "paceline.train", str(folder.path)),

@@ -65,6 +65,7 @@ class Screen:
         elif kind == "ready":
             lanes = f", {fields['lanes']} lanes" if fields["lanes"] else ""
             where = f"{fields['ranks']} ranks on {fields['device']}{lanes}"
+            where += f", {fields['samples']} x {fields['context']:,} tokens a step"
             self._note = f"{fields['parameters'] / 1e6:.2f} M parameters, {where}"
             self._print(f"{self._note}; {fields['source']}")
             self._print(f"run: {self._folder.path}")

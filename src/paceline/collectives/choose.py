@@ -32,7 +32,7 @@ def choose(
     store = store_of(base.group)
     if store is None or base.size == 1:
         if wanted in ("auto", "torch"):
-            return base.apart(timeout_s, devices)
+            return base.apart(timeout_s, devices).connect()
         why = "this group has one rank" if base.size == 1 else "torch knows no store for this group to meet through"
         raise _cannot(wanted, why)
     return _Choice(base, wanted, devices).make(timeout_s)
@@ -98,7 +98,7 @@ class _Choice:
         if refusal.reason and flat.rank == 0:
             level = logging.INFO if max(map(len, groups)) == 1 else logging.WARNING
             logger.log(level, "transport: torch.distributed, since ranks do not share memory: %s", refusal.reason)
-        return flat
+        return flat.connect()
 
 
 def _check_wishes(everyone: Sequence[Presence]) -> None:

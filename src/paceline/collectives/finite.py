@@ -87,19 +87,19 @@ class Sent:
     """
 
     def __init__(self) -> None:
-        self._on = self._found = False
+        self.on = self._found = False
         self._looks: list[Look] = []
         self._unsummed: list[Look] = []
 
     def turn(self, on: bool) -> None:
-        self._on = on
+        self.on = on
         if not on:
             self.taken()
 
     def look(self, tensor: torch.Tensor, adds: int = 1) -> Look | None:
         """Look at what is sent. `adds`: how many ranks' tensors are added up. The look that is returned, if one is,
         wants to see the sum."""
-        numbers = numbers_of(tensor) if self._on else None
+        numbers = numbers_of(tensor) if self.on else None
         if numbers is None:
             return None
         small = torch.finfo(numbers.dtype).max / (2 * adds)  # half of it: partial sums are rounded

@@ -41,7 +41,7 @@ class LocalTransport:
         return True
 
     def queues(self, device: torch.device) -> bool:
-        return False
+        return device.type == "cuda"
 
     def exchanges(self, device: torch.device) -> bool:
         return True

@@ -1,7 +1,9 @@
-"""A second set of connections over the ranks of a group, for collectives that must not be mixed up with the group's."""
+"""Our own duplicate of a group: connections over the same ranks, on which nothing of the user's can meet ours."""
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,17 +14,33 @@ from torch.distributed.distributed_c10d import Store
 _KINDS = {"gloo": "cpu", "nccl": "cuda"}
 # A device may be some collectives behind its host; one whose peer is gone never gets there.
 BEHIND_S = 2.0
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a communicator's group is made
 
 
-def own_backends(group: dist.ProcessGroup) -> dict[str, Any]:
-    """The backends of `group` that `form_own_group` can make again, by name. Empty if it has another one."""
+def own_backends(group: dist.ProcessGroup, kinds: Collection[str] = ()) -> dict[str, Any]:
+    """The backends of `group` that `form_own_group` can make again, by name. Empty if it has another one.
+
+    `kinds` are the kinds of devices ("cpu", "cuda") whose tensors are moved: where one backend can move them all, the
+    others are left out, since a host tensor can be sent through a device and a communicator costs memory there.
+    """
     if type(group) is not dist.ProcessGroup or group not in dist.distributed_c10d._world.pg_map:
         return {}
     # "cpu:gloo,cuda:nccl"; one backend for all kinds of devices is listed once per kind
     listed = {pair.partition(":")[2] for pair in str(dist.get_backend_config(group)).split(",")}
     if not listed or not listed <= set(_KINDS):
         return {}
-    return {name: group._get_backend(torch.device(_KINDS[name])) for name in sorted(listed)}
+    needed = {name for name in listed if _KINDS[name] in kinds} or listed
+    return {name: group._get_backend(torch.device(_KINDS[name])) for name in sorted(needed)}
+
+
+def obstacle_to(backends: Collection[str]) -> str:
+    """Why this rank cannot make such backends, as far as it can tell by itself. Empty if it can."""
+    if "gloo" in backends:
+        try:
+            dist.ProcessGroupGloo.create_default_device()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    return ""
 
 
 def form_own_group(backends: Mapping[str, Any], store: Store, rank: int, size: int) -> dist.ProcessGroup:
@@ -33,14 +51,39 @@ def form_own_group(backends: Mapping[str, Any], store: Store, rank: int, size: i
             made: Any = dist.ProcessGroupGloo(store, rank, size, like.options._timeout)
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = like.options._timeout
-            made = dist.ProcessGroupNCCL(store, rank, size, options)
+            with _errors_are_ours():
+                made = dist.ProcessGroupNCCL(store, rank, size, _nccl_options(like, size))
             kind = dist.ProcessGroup.BackendType.NCCL
         own._register_backend(torch.device(_KINDS[name]), kind, made)
         if name == "gloo" and len(backends) == 1:
             own._register_backend(torch.device("cuda"), kind, made)  # gloo moves device memory too
     return own
+
+
+@contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """A communicator that is made inside does not end the process when a peer is lost, as torch's watchdog thread does
+    by default, at once and without a name: `collectives.watcher` tells who it was, and the caller raises."""
+    before = os.environ.get(_HANDLING)
+    os.environ[_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_HANDLING]
+        else:
+            os.environ[_HANDLING] = before
+
+
+def _nccl_options(like: Any, size: int) -> Any:
+    """Options for a communicator that is split off `like`'s where that one exists: it then shares its connections."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = like.options._timeout
+    if hasattr(options, "split_from"):
+        options.split_from = like
+        options.split_color = 1  # all ranks are in it
+        options.global_ranks_in_group = list(range(size))
+    return options
 
 
 def leave_own_group(own: dist.ProcessGroup, last: Sequence[Any]) -> None:
@@ -58,3 +101,11 @@ def leave_own_group(own: dist.ProcessGroup, last: Sequence[Any]) -> None:
     while not all(work.is_completed() for work in last) and time.monotonic() < until:
         time.sleep(0.001)
     backend.abort()
+
+
+def abort_own_group(own: dist.ProcessGroup) -> None:
+    """Have NCCL's kernels return, whatever they wait for. gloo's collectives cannot be ended."""
+    if torch.device("cuda") in own._device_types:
+        backend = own._get_backend(torch.device("cuda"))
+        if backend.name() == "nccl":
+            backend.abort()

@@ -5,14 +5,20 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch.distributed.distributed_c10d import Store
+
+from paceline.collectives.ending import settled_at_exit
 
 T = TypeVar("T")
 
@@ -65,13 +71,24 @@ def _stat(pid: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits in."""
+    """What a thread of a rank waits in."""
 
     what: str
     since: float  # wall clock
-    line: str  # which sequence of collectives `issued` and `recent` count
-    issued: int
-    recent: list[str]
+    line: str = ""  # the sequence of collectives that it belongs to
+    at: str = ""  # the call site, as text
+    brief: bool = False  # a timeout of its own ends it soon
+
+    def __str__(self) -> str:
+        return f"{self.what}{self.at}"
+
+
+@dataclass(frozen=True)
+class Issued:
+    """The collectives that a rank has started in one line: how many, and the newest in words."""
+
+    count: int = 0
+    recent: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -79,13 +96,20 @@ class Record:
     """All that a rank says about itself."""
 
     identity: Identity
-    wait: Wait | None = None
+    waits: list[Wait] = field(default_factory=list)  # one per thread that waits
+    free: int = 0  # threads that start collectives of this group as well, and wait in none now
+    lines: dict[str, Issued] = field(default_factory=dict)
+    looks: int = 0  # grows while the rank waits: the record is no older than the newest look
     last: str = ""
     answers: bool = False  # it has noticed a failure, and lives
     blames: list[int] = field(default_factory=list)
-    # A deadlock this rank has seen: the text, and since when each rank had waited. Those that still wait since then
-    # raise it too, even if they look only after the first has left.
-    verdict: tuple[str, list[float]] | None = None
+    ended: bool = False  # it has left the group, and will start nothing in it any more
+    # A deadlock this rank has seen: the text, and since when the threads of each rank had waited. Those that still wait
+    # since then raise it too, even if they look only after the first has left.
+    verdict: tuple[str, list[list[float]]] | None = None
+
+    def issued(self, line: str) -> int:
+        return self.lines[line].count if line in self.lines else 0
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -94,29 +118,121 @@ class Record:
     def decode(cls, text: bytes) -> "Record":
         found = json.loads(text)
         found["identity"] = Identity(**found["identity"])
-        found["wait"] = Wait(**found["wait"]) if found["wait"] else None
+        found["waits"] = [Wait(**wait) for wait in found["waits"]]
+        found["lines"] = {line: Issued(**issued) for line, issued in found["lines"].items()}
         found["verdict"] = tuple(found["verdict"]) if found["verdict"] else None
         return cls(**found)
+
+
+class OwnState:
+    """What this process has to say to one group. All watches over the group share it, on all threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.posting = threading.Lock()
+        self.posted: Record | None = None
+        self.pid = os.getpid()
+        self._threads: set[int] = set()
+        self._waits: dict[int, Wait] = {}
+        self._lines: dict[str, _Counting] = {}
+        self._said: dict[str, Any] = {}
+        self._looks = 0
+
+    def began(self, line: str, call: str) -> None:
+        """This thread has started a collective."""
+        self._threads.add(_thread.get_ident())
+        known = self._lines.get(line)
+        if known is None:
+            known = self._lines.setdefault(line, _Counting())
+        known.count += 1
+        known.recent.append(call)
+
+    def took_back(self, line: str) -> None:
+        """The newest collective of the line was given up, as if it had never been started."""
+        known = self._lines[line]
+        known.count -= 1
+        known.recent.pop()
+
+    def waits(self, wait: Wait) -> None:
+        """This thread waits. `since` stays what it was while the wait is the same."""
+        me = _thread.get_ident()
+        with self.lock:
+            self._threads.add(me)
+            self._looks += 1
+            known = self._waits.get(me)
+            if known is None or (known.what, known.line) != (wait.what, wait.line):
+                self._waits[me] = wait
+                self._said.update(answers=False, blames=[], verdict=None)
+
+    def left(self) -> bool:
+        """This thread waits no longer. Returns whether it was known to."""
+        with self.lock:
+            wait = self._waits.pop(_thread.get_ident(), None)
+            if wait is not None:
+                self._said["last"] = wait.what
+            return wait is not None
+
+    @property
+    def waiting(self) -> Wait | None:
+        """What this thread waits in."""
+        return self._waits.get(_thread.get_ident())
+
+    def say(self, **fields: Any) -> None:
+        with self.lock:
+            self._said.update(fields)
+
+    def record(self) -> Record:
+        # A thread that runs no Python, such as an idle one of autograd's, starts nothing by itself. Only the numbers
+        # are kept: the frames would hold all that the threads hold.
+        alive = set(sys._current_frames())
+        with self.lock:
+            self._threads &= alive
+            free = len(self._threads - self._waits.keys())
+            lines = {name: Issued(line.count, list(line.recent)) for name, line in list(self._lines.items())}
+            return Record(self._identity, list(self._waits.values()), free, lines, self._looks, **self._said)
+
+    @cached_property
+    def _identity(self) -> Identity:
+        return Identity.own()
+
+
+class _Counting:
+    def __init__(self) -> None:
+        self.count = 0
+        self.recent: deque[str] = deque(maxlen=16)
+
+
+# One per group and process, as torch keeps one table of groups; unit tests have several ranks in one process.
+_own: "weakref.WeakKeyDictionary[Store, dict[int, OwnState]]" = weakref.WeakKeyDictionary()
+
+
+def own_state(store: Store, rank: int) -> OwnState:
+    """What this process says as `rank` of the group that has this store."""
+    ranks = _own.setdefault(store, {})
+    state = ranks.get(rank)
+    if state is None or state.pid != os.getpid():
+        state = ranks[rank] = OwnState()
+    return state
 
 
 class Board:
     """The records of all ranks. Its calls may block for as long as the store does: make them through `StoreCall`."""
 
-    def __init__(self, store: Store, rank: int, size: int, own: Record) -> None:
+    def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._lock = threading.Lock()
         self._unseen = [peer for peer in range(size) if peer != rank]
         self._seen: list[int] = []
-        self._posted: Record | None = None
-        self.own = own
+        self.own = own_state(store, rank)
 
     def post(self) -> None:
-        with self._lock:
-            if self.own is not self._posted:
-                own = self.own
-                self._store.set(self._key(self._rank), own.encode())
-                self._posted = own
+        own = self.own
+        with own.posting:  # the newest record is the last to arrive
+            record = own.record()
+            if record != own.posted:
+                self._store.set(self._key(self._rank), record.encode())
+                own.posted = record
 
     def exchange(self) -> dict[int, Record]:
         """Post the own record if it changed, and read those of the peers that have one."""
@@ -136,6 +252,13 @@ class Board:
 
     def _key(self, rank: int) -> str:
         return f"paceline/rank/{rank}"
+
+
+def post_end(store: Store, rank: int, size: int) -> None:
+    """Say that this rank leaves the group, so that nobody waits for it without end."""
+    board = Board(store, rank, size)
+    board.own.say(ended=True)
+    board.post()
 
 
 class StoreCall(Generic[T]):
@@ -158,6 +281,8 @@ class StoreCall(Generic[T]):
         self._running = _thread.allocate_lock()
         self._running.acquire()
         self._stopping = False
+        self._among = settled_at_exit()
+        self._among.add(id(self), self.done)
         _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
@@ -167,6 +292,7 @@ class StoreCall(Generic[T]):
             self._error = error
         finally:
             self._over = True
+            self._among.remove(id(self))
             self._running.release()
 
     def done(self) -> bool:
@@ -184,9 +310,12 @@ class StoreCall(Generic[T]):
         assert self._error is None
         return self._result  # type: ignore[return-value]
 
+    def found(self) -> T | None:
+        """What the call came to, if it is over and came to something."""
+        return self._result if self._over else None
+
     def stop(self) -> None:
-        """End the call, so far as it asks `pause`. Waits a moment: a thread that comes back from the store while
-        the interpreter shuts down would abort the process."""
+        """End the call, so far as it asks `pause`. Waits a moment for it."""
         self._stopping = True
         self._join(0.2)
 

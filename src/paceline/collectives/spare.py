@@ -23,7 +23,7 @@ class SpareMemory:
         """Memory for at least `count` numbers, with anything in it."""
         free = self._free.setdefault(dtype, [])
         found = free.pop() if free else None
-        return found if found is not None and found.numel() >= count else torch.empty(count, dtype=dtype)
+        return found if found is not None and found.numel() >= count else torch.empty(count, dtype=dtype, device="cpu")
 
     def give_back(self, memory: torch.Tensor) -> None:
         free = self._free.setdefault(memory.dtype, [])

@@ -225,8 +225,9 @@ class ThreadTransport:
         return ThreadTransport(self._world, self._rank, self._size, line=(*self._line, self._parts))
 
     def close(self) -> None:
-        """Take the rank out of the world."""
-        self._world.leave(self._rank, "closed its transport")
+        """Take the rank out of the world, unless this is one of several transports that it has there."""
+        if not self._line:
+            self._world.leave(self._rank, "closed its transport")
 
     def _start(self, call: str, tensors: Sequence[torch.Tensor], compute: _Compute) -> Work:
         number = (self._line, self._started)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives.api import Work
+from paceline.collectives.event_work import EventWork
 from paceline.collectives.finite import Look
 
 
@@ -100,8 +101,14 @@ class SlicedWork:
             self._pin = None
 
     def __del__(self) -> None:
-        if getattr(self, "_pin", None) is not None and self._raw_done():
+        if getattr(self, "_pin", None) is None:
+            return
+        if self._raw_done():
             self._unpin()
+        else:
+            # Abandoned: gloo's thread must not be the one that frees these, see `collectives.ending`.
+            for held in (self._raw, self._tensor):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 class StreamWork:
@@ -154,14 +161,26 @@ class StagedWork:
         self._work = work
         self._staged = staged
         self._home = home
+        self._landing: tuple[torch.Tensor, EventWork] | None = None
         self._complete = False
 
     def done(self) -> bool:
         return self._complete or self._work.done()
 
     def wait(self, seconds: float) -> bool:
-        if not self._complete and self._work.wait(seconds):
-            self._home.copy_(self._staged)
+        """A plain copy to the host would wait for the device, and so for all ranks, deaf to everything else."""
+        if self._complete:
+            return True
+        if self._landing is None:
+            if not self._work.wait(seconds):
+                return False
+            host = torch.empty(self._staged.shape, dtype=self._staged.dtype, device="cpu", pin_memory=True)
+            host.copy_(self._staged, non_blocking=True)
+            self._landing = host, EventWork(torch.cuda.current_stream(self._staged.device).record_event())
+        host, landed = self._landing
+        if landed.wait(seconds):
+            self._home.copy_(host.view_as(self._home))
+            self._landing = None
             self._complete = True
         return self._complete
 

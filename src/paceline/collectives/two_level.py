@@ -56,8 +56,8 @@ class HostCrossing:
     ) -> None:
         self._sums = sums
         self._hosts = hosts
-        self._said = torch.empty(2 * notes.size, dtype=torch.int64)
-        self._note = notes.all_gather(self._said, torch.tensor(call, dtype=torch.int64))
+        self._said = torch.empty(2 * notes.size, dtype=torch.int64, device="cpu")
+        self._note = notes.all_gather(self._said, torch.tensor(call, dtype=torch.int64, device="cpu"))
         self._part: tuple[torch.Tensor, Op] | None = None
         self._spoilt: torch.Tensor | None = None  # 1 if the part of a host is not finite
         self._works: list[Work] = []
@@ -66,7 +66,7 @@ class HostCrossing:
     def send(self, part: torch.Tensor, op: Op, finite: bool | None = None) -> None:
         self._part = part, Op.SUM if op is Op.MEAN else op  # the engine divides
         if finite is not None and part.numel():
-            self._spoilt = torch.tensor([not finite], dtype=torch.int32)
+            self._spoilt = torch.tensor([not finite], dtype=torch.int32, device="cpu")
 
     def departed(self) -> bool:
         if not self._departed and self._note.done() and self._note.wait(0):

@@ -7,14 +7,15 @@ have posted, and looks whether the processes of its own host still live. What it
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.collectives.peers import Board, Identity, Record, StoreCall, Wait
+from paceline.collectives.call_site import call_site, told
+from paceline.collectives.deadlock import Doubt
+from paceline.collectives.ending import settled_at_exit
+from paceline.collectives.peers import Board, Identity, OwnState, Record, StoreCall, Wait, own_state
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent, PeerLost
 
 logger = logging.getLogger("paceline")
@@ -65,7 +66,7 @@ class StoreWatch:
     `line` names the sequence of collectives that `began` counts; it must be the same on all ranks. `store=None`
     watches without knowing anybody: waits are reported without names. `store_host` is the rank whose process answers
     for the store, if that is a rank. `settle_s` is how long all ranks must have waited for different things before
-    that counts as a deadlock when it cannot be proven from what they have issued.
+    that counts as a deadlock when it cannot be proven from what they have issued: see `collectives.deadlock`.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class StoreWatch:
         self._rank = rank
         self._size = size
         self._line = line
-        self._settle_s = settle_s
         self._store_host = store_host
+        self.brief = False  # whether a timeout of its own ends each wait soon
         self._what: str | None = None
         self._pid = os.getpid()
         self._store = store
@@ -93,9 +94,8 @@ class StoreWatch:
         self._asked_at = 0.0
         self._look_at = 0.0
         self._reports = Reports(report_after_s)
-        self._differs: tuple[object, float] | None = None
-        self._issued = 0
-        self._recent: deque[str] = deque(maxlen=16)
+        self._doubt = Doubt(size, settle_s)
+        settled_at_exit()
         if announce:
             self.announce()
 
@@ -106,8 +106,13 @@ class StoreWatch:
 
     def began(self, call: str) -> None:
         """Note a collective that this rank has started. A deadlock can then be proven from what ranks issued."""
-        self._issued += 1
-        self._recent.append(call)
+        if self._store is not None:
+            self._own.began(self._line, call)
+
+    def took_back(self) -> None:
+        """Note that the newest collective was given up before anything was sent."""
+        if self._store is not None:
+            self._own.took_back(self._line)
 
     def look(self, what: str, waited_s: float) -> None:
         """Report absent peers, raise for dead ones and for deadlocks. See `Watch.look`."""
@@ -125,7 +130,8 @@ class StoreWatch:
         self._raise_if_lost(what, waited_s)
         self._raise_if_deadlocked()
         if self._reports.due(waited_s):
-            logger.warning("rank %d has waited %.1f s in %s for %s", self._rank, waited_s, what, self._missing(what))
+            about = f"rank {self._rank} has waited {waited_s:.1f} s in {what} for {self._missing(what)}"
+            logger.warning("%s%s", about, f"; rank {self._rank} waits{at}" if (at := self._at()) else "")
 
     def explain(self, what: str, waited_s: float, error: Exception) -> Exception:
         """The typed error for what a transport raised. See `Watch.explain`."""
@@ -136,6 +142,8 @@ class StoreWatch:
                 lost = self._find_lost(what, waited_s)
             except PeerLost as store_lost:  # the one who died took the store along
                 return store_lost
+            if (verdict := self._verdict()) is not None:  # whoever raised it first has left, and closed connections
+                return CollectiveMismatch(verdict[0], ranks=range(self._size))
             if lost:
                 return self._peer_lost(what, waited_s, lost, f" ({_one_line(text)})")
             return PeerLost(
@@ -155,13 +163,11 @@ class StoreWatch:
         """The wait is over: take back what was posted about it, if anything was."""
         self._what = None
         self._reports.restart()
-        self._differs = None
+        self._doubt.forget()
         self._look_at = 0.0
         board = self._board
-        if board is not None and board.own.wait is not None and os.getpid() == self._pid:
-            board.own = replace(board.own, wait=None, last=board.own.wait.what)
-            call = StoreCall[None](lambda _: board.post())
-            call.stop()
+        if board is not None and os.getpid() == self._pid and board.own.left():
+            StoreCall[None](lambda _: board.post()).stop()
 
     def absent(self) -> list[int]:
         """The ranks not known to wait for the same thing as this one."""
@@ -180,20 +186,26 @@ class StoreWatch:
     @cached_property
     def _own_board(self) -> Board:
         assert self._store is not None
-        return Board(self._store, self._rank, self._size, Record(self._me))
+        return Board(self._store, self._rank, self._size)
+
+    @cached_property
+    def _own(self) -> OwnState:
+        assert self._store is not None
+        return own_state(self._store, self._rank)
 
     @property
     def _board(self) -> Board | None:
         return self._own_board if self._store is not None else None
 
+    def _at(self) -> str:
+        """The line of the script that waits, as text. Waits that come so far last long enough to afford it."""
+        return told(call_site())
+
     # What is known -------------------------------------------------------------------------------------------------
 
     def _post_wait(self, what: str, waited_s: float) -> None:
-        board = self._board
-        if board is None or (board.own.wait is not None and board.own.wait.what == what):
-            return
-        wait = Wait(what, time.time() - waited_s, self._line, self._issued, list(self._recent))
-        board.own = replace(board.own, wait=wait, answers=False, blames=[], verdict=None)
+        if self._board is not None:
+            self._board.own.waits(Wait(what, time.time() - waited_s, self._line, self._at(), self.brief))
 
     def _ask(self, patience_s: float) -> str | None:
         """Bring the records up to date if the store answers soon; otherwise take the answer at a later look.
@@ -235,12 +247,22 @@ class StoreWatch:
         return record.identity.host == self._me.host
 
     def _dead(self) -> list[int]:
-        records = self._records.items()
-        return [peer for peer, record in records if self._is_local(record) and record.identity.state() == "dead"]
+        return [peer for peer, record in self._records.items() if self._has_left(record) or self._is_dead(record)]
+
+    def _is_dead(self, record: Record) -> bool:
+        return self._is_local(record) and record.identity.state() == "dead"
+
+    def _has_left(self, record: Record) -> bool:
+        """Whether a rank left the group before it came to what this one waits for."""
+        board = self._board
+        wait = None if board is None else board.own.waiting
+        if not record.ended or board is None or wait is None:
+            return False
+        return record.issued(wait.line) < board.own.record().issued(wait.line)
 
     def _not_in(self, what: str | None) -> list[int]:
         others = [peer for peer in range(self._size) if peer != self._rank]
-        return [peer for peer in others if what is None or _what(self._records.get(peer)) != what]
+        return [peer for peer in others if what not in _whats(self._records.get(peer))]
 
     # What follows from it ------------------------------------------------------------------------------------------
 
@@ -257,7 +279,7 @@ class StoreWatch:
         board = self._board
         if board is not None:
             self._post_wait(what, waited_s)
-            board.own = replace(board.own, answers=True)
+            board.own.say(answers=True)
         deadline = time.monotonic() + ANSWER_WITHIN_S
         while self._board is not None and time.monotonic() < deadline:  # without a store, nothing more is learnt
             self._ask(patience_s=0.1)
@@ -278,50 +300,39 @@ class StoreWatch:
         board = self._board
         if board is not None:
             # A survivor that goes down because of this must not be taken for the cause.
-            board.own = replace(board.own, answers=True, blames=lost)
+            board.own.say(answers=True, blames=lost)
             StoreCall[None](lambda _: board.post()).stop()
         names = " and ".join(f"rank {peer}{_brackets(self._records.get(peer))}" for peer in lost)
+        how = "left the group" if all(self._records[peer].ended for peer in lost) else "died"
         return PeerLost(
-            f"{names} died while rank {self._rank} waited {waited_s:.1f} s in {what}{reason}; see the log of that "
-            f"rank for the cause, then start it again or form a group without it. If it ended by itself, the ranks "
-            f"had different numbers of batches: see join()",
+            f"{names} {how} while rank {self._rank} waited {waited_s:.1f} s in {what}{self._at()}{reason}; see the log "
+            f"of that rank for the cause, then start it again or form a group without it. If it ended by itself, the "
+            f"ranks had different numbers of batches: see join()",
             ranks=lost,
         )
 
     def _raise_if_deadlocked(self) -> None:
         board = self._board
-        if board is None or board.own.wait is None:
+        mine = None if board is None else board.own.waiting
+        if board is None or mine is None:
             return
-        mine = board.own.wait
-        for record in self._records.values():
-            if record.verdict is not None and record.verdict[1][self._rank] == mine.since:
-                self._raise_verdict(*record.verdict)
-        waits = {peer: record.wait for peer, record in self._records.items() if record.wait is not None}
-        waits[self._rank] = mine
-        proven = _disagreement(waits)
-        agreed = len({wait.what for wait in waits.values()}) == 1 and not proven
-        if agreed or len(waits) < self._size:
-            self._differs = None
-            return
-        seen = [waits[peer].since for peer in range(self._size)]
-        now = time.monotonic()
-        if self._differs is None or self._differs[0] != seen:
-            self._differs = seen, now
-            return
-        if now - self._differs[1] < (LOOK_EVERY_S * 2 if proven else self._settle_s):
-            return
-        calls = proven or {peer: f"waits in {wait.what}" for peer, wait in waits.items()}
-        told = "; ".join(f"rank {peer} {calls[peer]}" for peer in sorted(calls))
-        self._raise_verdict(
-            f"all ranks wait for each other, and not for the same thing: {told}. Every rank must issue the same "
-            f"collectives in the same order",
-            seen,
-        )
+        if (verdict := self._verdict()) is not None:
+            self._raise_verdict(*verdict)
+        records = {**self._records, self._rank: board.own.record()}
+        found = self._doubt.look(records)
+        if found is not None:
+            self._raise_verdict(found, [[wait.since for wait in records[peer].waits] for peer in range(self._size)])
 
-    def _raise_verdict(self, text: str, since: list[float]) -> None:
+    def _verdict(self) -> tuple[str, list[list[float]]] | None:
+        """A deadlock that another rank has seen and that this wait is part of."""
+        mine = None if self._board is None else self._board.own.waiting
+        verdicts = [record.verdict for record in self._records.values() if record.verdict is not None]
+        return next((one for one in verdicts if mine is not None and mine.since in one[1][self._rank]), None)
+
+    def _raise_verdict(self, text: str, since: list[list[float]]) -> None:
         board = self._board
         assert board is not None
-        board.own = replace(board.own, verdict=(text, since))
+        board.own.say(verdict=(text, since))
         StoreCall[None](lambda _: board.post()).stop()
         raise CollectiveMismatch(text, ranks=range(self._size))
 
@@ -348,8 +359,11 @@ class StoreWatch:
         record = self._records.get(peer)
         if record is None:
             return "which has not announced itself to this group yet"
-        if record.wait is not None:
-            return f"which has waited {max(0.0, time.time() - record.wait.since):.1f} s in {record.wait.what}"
+        if record.waits:
+            now = time.time()
+            return "which has waited " + " and ".join(
+                f"{max(0.0, now - wait.since):.1f} s in {wait}" for wait in record.waits
+            )
         last = f"; last wait: {record.last}" if record.last else ""
         return f"which is in no collective{self._state(peer, last)}"
 
@@ -362,8 +376,8 @@ class StoreWatch:
         return f" ({record.identity}{more})"
 
 
-def _what(record: Record | None) -> str | None:
-    return record.wait.what if record is not None and record.wait is not None else None
+def _whats(record: Record | None) -> list[str]:
+    return [wait.what for wait in record.waits] if record is not None else []
 
 
 def _brackets(record: Record | None) -> str:
@@ -385,22 +399,6 @@ def _first_to_fail(dead: list[int], records: Mapping[int, Record], rank: int) ->
     first = [peer for peer in dead if not records[peer].blames]
     blamed = {peer for record in records.values() for peer in record.blames if peer != rank}
     return first or sorted(blamed) or dead
-
-
-def _disagreement(waits: Mapping[int, Wait]) -> dict[int, str]:
-    """What each rank issued at the first place where their sequences differ; empty if none is seen to differ."""
-    if len({wait.line for wait in waits.values()}) > 1:
-        return {}
-    first = max(wait.issued - len(wait.recent) for wait in waits.values())
-    last = min(wait.issued for wait in waits.values())
-    for number in range(first, last):
-        calls = {peer: wait.recent[number - wait.issued] for peer, wait in waits.items()}
-        if len(set(calls.values())) > 1:
-            return {
-                peer: f"issued {call} as collective {number + 1}, and waits in {waits[peer].what}"
-                for peer, call in calls.items()
-            }
-    return {}
 
 
 def _one_line(text: str) -> str:

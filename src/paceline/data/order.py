@@ -67,5 +67,7 @@ def cuts(count: int, shares: int | Sequence[int]) -> list[int]:
 
 def fingerprint(order: torch.Tensor) -> str:
     """A short text that differs when the order does: another version of torch may draw another permutation."""
-    places = torch.linspace(0, max(len(order) - 1, 0), min(_SAMPLED, len(order)), dtype=torch.float64).long()
+    places = torch.linspace(
+        0, max(len(order) - 1, 0), min(_SAMPLED, len(order)), dtype=torch.float64, device="cpu"
+    ).long()
     return hashlib.blake2b(repr(order[places].tolist()).encode(), digest_size=8).hexdigest()

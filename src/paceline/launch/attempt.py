@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.launch.failure import End, follows, judge
+from paceline.launch.failure import End, follows, judge, signal_name
 from paceline.launch.job import INTERRUPT_EXIT, Failure, HearsErrors, HearsNotes, Job, Listener
 from paceline.launch.orphans import end_sessions
 from paceline.launch.rank import Rank
@@ -23,7 +23,7 @@ from paceline.launch.requests import Requests
 from paceline.launch.seat import SECRET_NAME, Seat, environment_of
 from paceline.launch.vitals import kills_for_memory, look_at
 from paceline.launch.watchdog import Hang, Watchdog
-from paceline.progress import ProgressBoard
+from paceline.progress import Phase, ProgressBoard
 
 TICK_S = 0.05
 WATCH_EVERY_S = 0.5
@@ -72,7 +72,7 @@ class Attempt:
         numbers = [seat.first_rank + local for local in range(job.ranks)]
         self._ranks = [Rank(local, rank, job.run_dir / f"rank_{rank}.log") for local, rank in enumerate(numbers)]
         self._board = ProgressBoard.create(job.ranks)
-        self._watchdog = Watchdog(range(job.ranks), job.hang_timeout_s)
+        self._watchdog = Watchdog(range(job.ranks), job.hang_timeout_s, whole=job.nodes == 1)
         self._watch_at = 0.0
         self._selector = selectors.DefaultSelector()
         self._words = b""
@@ -189,9 +189,13 @@ class Attempt:
         return data
 
     def _note_problem(self, rank: Rank) -> None:
-        if rank.problem and isinstance(self._listener, HearsNotes):
-            self._listener.note(rank.problem)
+        if rank.problem:
+            self._note(rank.problem)
         rank.problem = ""
+
+    def _note(self, text: str) -> None:
+        if isinstance(self._listener, HearsNotes):
+            self._listener.note(text)
 
     def _read_all(self, rank: Rank) -> None:
         for stream in ("told", "out", "err"):
@@ -220,6 +224,11 @@ class Attempt:
         self._read_all(rank)  # its last words came before its end
         now = time.monotonic()
         killed = word.get("killed", 0)
+        ours = self._stopping_since is not None and killed in (signal.SIGTERM, signal.SIGKILL)
+        if killed and not ours and self._board.read(rank.local).phase is Phase.DONE:
+            # The interpreter crashed on its way out. The script had returned, so there is nothing to do again.
+            self._note(f"rank {rank.rank} was ended by {signal_name(killed)} while it exited, after its work was done")
+            killed = 0
         cried_at = rank.cried_at
         # A rank that was already falling when it was told to end has fallen by itself.
         own_way = cried_at is not None and not killed
@@ -312,8 +321,8 @@ class Attempt:
         if self._stopping_since is None:
             self._stopping_since = time.monotonic()
         left = end_sessions([rank.pid for rank in living if rank.pid])
-        if left and isinstance(self._listener, HearsNotes):
-            self._listener.note(f"processes of the ranks that do not end: {', '.join(map(str, left))}")
+        if left:
+            self._note(f"processes of the ranks that do not end: {', '.join(map(str, left))}")
         for rank in living:
             self._ended(rank, {"killed": int(signal.SIGKILL)})
 

@@ -109,7 +109,7 @@ def _explain(end: End, ranks: int = 1) -> tuple[str, str, tuple[str, ...]]:
         message, *rest = wrapped(found.message[0])
         return "exception", f"raised {message}", (*rest, *found.details(len(rest)))
     if end.killed_by:
-        name = _signal_name(end.killed_by)
+        name = signal_name(end.killed_by)
         return "signal", f"{verb} ended by {name}", thread_stack(end.tail) or _last_words(end.tail, 4)
     return "exit", f"exited with code {end.code}", _last_words(end.tail, 6)
 
@@ -156,7 +156,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

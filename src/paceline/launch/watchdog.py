@@ -1,6 +1,19 @@
 """Finds ranks that live and do not get on: by what they noted, by the processor time they use, and by learned times.
 
-A rank that never notes progress is never suspected: other people's scripts may be as slow as they like.
+A rank hangs when it has noted nothing for longer than its phase allows:
+
+    forward, backward, optimizer, data      the limit: --hang-timeout, or else learned from the steps seen
+    between steps, in code we cannot see    twice --hang-timeout, or else CEILING_S
+    evaluation, checkpoint                  CEILING_S, or --hang-timeout if that is longer
+    waiting for other ranks                 never, as long as any rank does something else, which is then judged. When
+                                            all ranks of the job wait, they wait for each other: the limit
+    not begun, done, nothing ever noted     never: other people's scripts may be as slow as they like
+
+Without --hang-timeout the second and third are judged only while another rank waits: a script may take all the time it
+needs for what it does when its training is over.
+
+A rank that was stopped (SIGSTOP) hangs after STOPPED_S whatever it did, if it ever noted anything or --hang-timeout was
+given. Every note starts the clock anew, so a slow evaluation or save of many parts is not touched.
 """
 
 from collections import deque
@@ -19,6 +32,8 @@ FLOOR_S = 20.0
 CEILING_S = 600.0
 LEARN_FROM = 3
 REMEMBER = 101
+# How much longer than a step the code between steps may take, where the user has said how long a step may take.
+BETWEEN = 2.0
 # A stopped process does nothing at all, so less patience is needed; a pause of two seconds is forgiven.
 STOPPED_S = 4.0
 # A share of one processor over the time watched, below which a process does nothing.
@@ -29,6 +44,13 @@ GAP_S = 2.0
 JITTER_S = 0.05
 _UNHURRIED = (Phase.STARTING, Phase.CHECKPOINT, Phase.EVALUATE)
 _FREE = (Phase.IDLE, Phase.DONE)
+_OFTEN_LAST = (Phase.BETWEEN, Phase.CHECKPOINT, Phase.EVALUATE)
+_WHERE = {
+    Phase.BETWEEN: "between steps",
+    Phase.WAITING: "waiting for other ranks",
+    Phase.CHECKPOINT: "in a checkpoint",
+    Phase.EVALUATE: "in an evaluation",
+}
 
 
 class Hang(NamedTuple):
@@ -52,9 +74,13 @@ class _Seen:
 
 
 class Watchdog:
-    """Looks at all ranks of a machine about twice a second. `timeout_s` replaces the learned time."""
+    """Looks at all ranks of a machine about twice a second. `timeout_s` replaces the learned time.
 
-    def __init__(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
+    `whole` says that these are all ranks of the job, so that there is no other one that they could be waiting for.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float | None = None, *, whole: bool = True) -> None:
+        self._whole = whole
         self._seen = {rank: _Seen() for rank in ranks}
         self._timeout_s = timeout_s
         self._steps: deque[float] = deque(maxlen=REMEMBER)
@@ -63,9 +89,11 @@ class Watchdog:
 
     def patience_s(self, phase: Phase = Phase.FORWARD) -> float:
         """How long a rank may note nothing in `phase`."""
+        if phase in _UNHURRIED:
+            return max(CEILING_S, self._timeout_s or 0.0)
         if self._timeout_s is not None:
-            return self._timeout_s
-        if phase in _UNHURRIED or len(self._steps) < LEARN_FROM:
+            return self._timeout_s * (BETWEEN if phase is Phase.BETWEEN else 1.0)
+        if phase is Phase.BETWEEN or len(self._steps) < LEARN_FROM:
             return CEILING_S
         learned = max(FACTOR * sorted(self._steps)[len(self._steps) // 2], LONGEST * self._longest_s)
         return min(CEILING_S, max(FLOOR_S, learned))
@@ -77,12 +105,16 @@ class Watchdog:
         for rank, mark in marks.items():
             self._take_in(rank, mark, vitals[rank], now, slept)
         noted = [rank for rank, mark in marks.items() if mark.noted]
-        stopped = tuple(rank for rank in noted if self._has_stopped(rank, now))
+        seen = noted if self._timeout_s is None else marks
+        stopped = tuple(rank for rank in seen if self._has_stopped(rank, now))
         if stopped:
-            seen = self._seen[stopped[0]]
-            waited = now - (seen.stopped_since or now)
+            waited = now - (self._seen[stopped[0]].stopped_since or now)
             return Hang(stopped, "frozen", f"stopped for {waited:.0f} s (process state T)", marks[stopped[0]].step)
-        stale = [rank for rank in noted if self._is_stale(rank, marks[rank], now)]
+        deadlock = self._whole and all(mark.phase is Phase.WAITING for mark in marks.values())
+        needed = self._timeout_s is not None or any(mark.phase is Phase.WAITING for mark in marks.values())
+        free = {*_FREE, *(() if deadlock else (Phase.WAITING,)), *(() if needed else _OFTEN_LAST)}
+        judged = [rank for rank in noted if marks[rank].phase not in free]
+        stale = [rank for rank in judged if now - self._seen[rank].since > self.patience_s(marks[rank].phase)]
         return self._name_culprits(stale, marks, vitals, now) if stale else None
 
     def _take_in(self, rank: int, mark: Mark, vital: Vital, now: float, slept: bool) -> None:
@@ -99,7 +131,7 @@ class Watchdog:
             seen.stopped_since = now
 
     def _learn(self, seen: _Seen, mark: Mark, at: float, slept: bool) -> None:
-        if not mark.noted or slept:
+        if not mark.noted or slept or mark.phase in _FREE:
             seen.step_at = None
             return
         if seen.step_at is None or mark.step < seen.step_at[0]:
@@ -115,25 +147,20 @@ class Watchdog:
         limit = STOPPED_S if self._timeout_s is None else min(STOPPED_S, self._timeout_s)
         return since is not None and now - since >= limit
 
-    def _is_stale(self, rank: int, mark: Mark, now: float) -> bool:
-        return mark.phase not in _FREE and now - self._seen[rank].since > self.patience_s(mark.phase)
-
     def _name_culprits(
         self, stale: list[int], marks: Mapping[int, Mark], vitals: Mapping[int, Vital], now: float
     ) -> Hang:
-        # Ranks wait for the one that is furthest behind; those in a reduction wait for others by definition.
-        busy = [rank for rank in stale if marks[rank].phase is not Phase.REDUCE] or stale
-        behind = min(marks[rank][:2][::-1] for rank in busy)
-        culprits = tuple(rank for rank in busy if marks[rank][:2][::-1] == behind)
+        # Ranks wait for the one that is furthest behind.
+        behind = min(marks[rank][:2][::-1] for rank in stale)
+        culprits = tuple(rank for rank in stale if marks[rank][:2][::-1] == behind)
         first = culprits[0]
         seen, mark = self._seen[first], marks[first]
         waited = max(0.001, now - seen.since)
         share = max(self._share(rank, vitals[rank], now) for rank in culprits)
         kind = "spinning" if share > IDLE_SHARE else "frozen"
-        reason = (
-            f"no progress for {waited:.0f} s in {mark.phase.name.lower()} (limit {self.patience_s(mark.phase):.0f} s), "
-            f"using {share:.0%} of a processor"
-        )
+        where = _WHERE.get(mark.phase, f"in {mark.phase.name.lower()}")
+        limit_s = self.patience_s(mark.phase)
+        reason = f"no progress for {waited:.0f} s {where} (limit {limit_s:.0f} s), using {share:.0%} of a processor"
         return Hang(culprits, kind, reason, mark.step)
 
     def _share(self, rank: int, vital: Vital, now: float) -> float:

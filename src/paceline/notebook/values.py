@@ -210,7 +210,7 @@ def _tensor(buffer: bytes, dtype: str, shape: Sequence[int]) -> Any:
     if size != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{size} bytes cannot be a tensor of {dtype} and shape {tuple(shape)}")
     # Memory of torch's own: it is aligned as torch aligns, and kernels give the bits that they always give.
-    flat = torch.empty(size, dtype=torch.uint8)
+    flat = torch.empty(size, dtype=torch.uint8, device="cpu")
     if size:
         bytes_of(flat)[:] = memoryview(buffer).cast("B")
     return flat.view(kind).view(shape)

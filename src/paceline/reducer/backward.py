@@ -1,10 +1,18 @@
-"""Which backward is under way, and whether it still is."""
+"""Which backward is under way, whether it still is, and who else takes part in it."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from paceline.progress import Phase, own_progress
 from paceline.reducer import autograd
+
+TWO_THREADS = (
+    "two threads have run a backward of one replica at the same time, so their gradients cannot be told apart; run "
+    "them one after another, or add the losses and run one backward"
+)
 
 
 @dataclass(slots=True)
@@ -17,7 +25,7 @@ class Backward:
     syncs: bool
     alone: bool  # there is no one to reduce with: gradients stay where autograd put them
     delivered: bool = False  # some parameter got a gradient
-    scale: float = 1.0  # by what gradients are multiplied on their way into a bucket
+    met_another: bool = False  # a second thread has run a backward of the same replica meanwhile
 
     @property
     def reduces(self) -> bool:
@@ -33,14 +41,19 @@ class Backwards:
         self.current: Backward | None = None
 
     def open(self, task: int, *, syncs: bool, alone: bool) -> Backward:
+        own_progress().note(Phase.BACKWARD)
         running = autograd.at_end_of_backward(self._at_end)
         self.current = Backward(task, running, autograd.adds_to_grad(), syncs, alone)
         return self.current
 
     def found(self, task: int) -> Backward | None:
-        """The one that `task` is, or is nested in."""
+        """The one that `task` is, or is nested in. One that another thread has begun meanwhile is noted there."""
         current = self.current
-        return current if current is not None and (current.task == task or current.running() is not None) else None
+        if current is None or (current.task != task and current.running() is None):
+            return None
+        if current.task != task and not autograd.is_nested():
+            current.met_another = True
+        return current
 
     def failed(self) -> bool:
         """Whether it ended with an exception, so that its callback will never run."""
@@ -48,4 +61,58 @@ class Backwards:
 
     def close(self) -> Backward | None:
         closed, self.current = self.current, None
+        if closed is not None:
+            own_progress().note(Phase.BETWEEN)
         return closed
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """The end of a backward, queued behind whatever else is called there."""
+
+    running: "weakref.ref[Callable[[], None]]"  # dead when it will never be called
+    thread: int
+
+
+class Unsettled(Protocol):
+    """A reducer that has sent its gradients and has not received those of the others."""
+
+    def progress(self) -> None: ...
+
+
+class Beside(threading.local):
+    """The reducers that have sent and not received, of each thread: a thread may be a rank of its own.
+
+    Why replicas of one backward send first and wait afterwards
+    -----------------------------------------------------------
+    When a loss goes through two replicas, autograd calls both reducers at its end, one after the other. Another rank
+    may come to them in the other order, or have no use for one of them until its optimizer steps. If the first waited
+    for its result before the second had sent, each rank could wait for what the other has not sent. So at the end of a
+    backward every reducer sends, and queues its wait behind whatever else is called there. And while one waits, it lets
+    the others make progress, where the waiting thread is the one that does their work. Nothing else may be sent then,
+    such as what the planning of buckets needs: another rank could be waiting in another replica's.
+    """
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakSet[Unsettled] = weakref.WeakSet()
+
+    def add(self, reducer: Unsettled) -> None:
+        self._all.add(reducer)
+
+    def discard(self, reducer: Unsettled) -> None:
+        self._all.discard(reducer)
+
+    def of(self, reducer: Unsettled) -> Callable[[], None] | None:
+        """What to do while `reducer` waits. None: nothing."""
+        others = [other for other in self._all if other is not reducer]
+        if not others:
+            return None
+
+        def progress() -> None:
+            for other in others:
+                other.progress()
+
+        return progress
+
+
+beside = Beside()

@@ -9,8 +9,14 @@ import torch
 from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
 from paceline.errors import IllegalMove
 from paceline.layout import BucketSpec, ParamMeta
-from paceline.reducer.arrivals import SMALL_BYTES, Arrivals
+from paceline.reducer.autograd import raw_stream
 from paceline.reducer.slot import GradSlot
+
+# On a host gradients are copied while they are still in the cache: when so many bytes, or so many gradients, wait.
+CACHED_BYTES = 64 * 1024
+TOGETHER = 64
+# Products of several tensors of other types at once are rounded another way than those of one.
+_EXACT = (torch.float32, torch.float64)
 
 
 class BucketState(Enum):
@@ -31,7 +37,18 @@ _NEXT_STATES = {
 
 
 class Bucket:
-    """One flat buffer of gradients that are reduced together."""
+    """One flat buffer of gradients that are reduced together.
+
+    Note: the bucket owns its gradients from `collect` until `hand_back`
+    --------------------------------------------------------------------
+    A hook only counts: it adds the parameter to `arrived`, whose gradients stay in `param.grad` until `collect` moves
+    all of them at once: on a device when the bucket is full, on a host while they are in the cache. From then on
+    `param.grad` is None. A nested backward (reentrant checkpointing, weights used twice) may deliver more for the same
+    parameter, and autograd adds into whatever `param.grad` is. Before `collect` that is the gradient itself, so nothing
+    is lost. After it, were it still the view, it would be memory that the transport may be reading: with None in its
+    place autograd makes a new tensor, which is added here, or, when the bucket has left already, in a second round at
+    the end.
+    """
 
     def __init__(self, spec: BucketSpec, slots: Sequence[GradSlot], flat: torch.Tensor | None) -> None:
         """`flat` is the memory; None for a sparse gradient, which brings its own."""
@@ -40,13 +57,18 @@ class Bucket:
         self.slots = list(slots)
         self.state = BucketState.FILLING
         self.missing = len(self.slots)
+        self.arrived: list[GradSlot] = []  # their gradients are in `param.grad`, and not in memory yet
         self.flight: Flight | None = None
         self.skipped = False  # left out of this reduction, because no rank used any of it
         self.streams: list[torch.cuda.Stream] = []  # that the gradients in it were made on
         self.flat = _no_rows(slots[0].meta) if flat is None else flat
+        self.on_host = spec.device.type != "cuda"
+        self.device_index = spec.device.index or 0
+        self.stream = -1  # the number of the stream that the last gradient was made on
         self._sparse = spec.sparse
-        self._on_stream = spec.device.type == "cuda"
-        self._arrivals = Arrivals(torch.empty(0) if flat is None else flat)
+        self._arrived_bytes = 0
+        self._low = 0 if flat is None else flat.data_ptr()
+        self._high = self._low + (0 if flat is None else flat.nbytes)
         for slot, place in zip(self.slots, spec.slots, strict=True):
             slot.bucket = self
             slot.offset = place.offset
@@ -64,7 +86,6 @@ class Bucket:
         else:
             slot.view = self.flat[slot.offset : slot.offset + slot.meta.numel].view(slot.meta.shape)
         slot.address = slot.view.data_ptr()
-        slot.small = slot.meta.nbytes <= SMALL_BYTES
 
     def move(self, to: BucketState) -> None:
         """Enter state `to`; a move that is not in the table is an error of ours and is refused."""
@@ -78,35 +99,84 @@ class Bucket:
         self.missing = len(self.slots)
         self.flight = None
         self.skipped = False
+        self.stream = -1
         self.streams.clear()
-        self._arrivals.drop()
+        self.arrived.clear()
+        self._arrived_bytes = 0
 
     def grad_bucket(self, blocks: Sequence[LaneBlock] = (), *, last: bool) -> GradBucket:
         views = [self.flat] if self._sparse else [slot.view for slot in self.slots]
         params = [slot.param for slot in self.slots]
         return GradBucket(self.spec.index, self.flat, views, params, blocks=blocks, last=last)
 
-    def collect(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
-        """Move `grad`, which is `param.grad`, times `scale` into the bucket, which owns it until it hands it back.
+    # ---- gradients come
 
-        Note: the bucket owns its gradients while a backward runs
-        ---------------------------------------------------------
-        `param.grad` is None from here until `hand_back`. A nested backward (reentrant checkpointing, weights used
-        twice) may deliver more for the same parameter, and autograd adds into whatever `param.grad` is: into memory
-        that the transport may be reading at that moment, if it were still the view. With None in its place autograd
-        makes a new tensor, which is added here, or, when the bucket has left already, in a second round at the end.
-        """
-        if self._on_stream:
-            self._note_stream()
-        if not slot.small or slot.held or grad is slot.view or not self._arrivals.admit(slot, grad, scale):
-            self._collect_one(slot, grad, scale)
-        slot.held = True
-        slot.param.grad = None
+    def arrive(self, slot: GradSlot, scale: float) -> bool:
+        """Autograd has added to the parameter's gradient. Returns whether to move what has arrived now: on a host that
+        is done before it leaves the cache."""
+        if self.on_host:
+            self.arrived.append(slot)
+            self._arrived_bytes += slot.nbytes
+            return self._arrived_bytes >= CACHED_BYTES or len(self.arrived) == TOGETHER
+        if raw_stream(self.device_index) != self.stream:
+            self._change_stream(scale)
+        self.arrived.append(slot)
+        return False
+
+    def _change_stream(self, scale: float) -> None:
+        """The gradients that come now are made on the current stream, and not on that of those before them."""
+        self.collect(scale)
+        self.stream = raw_stream(self.device_index)
+        stream = torch.cuda.current_stream(self.spec.device)
+        self.streams = [*(other for other in self.streams if other != stream), stream]
+
+    def collect(self, scale: float) -> None:
+        """Move the gradients that have arrived, times `scale`, into the bucket, which owns them from now on."""
+        if not self.arrived:
+            return
+        with torch.cuda.stream(self.streams[-1]) if self._made_elsewhere() else nullcontext():
+            views, grads = self._take_plain_ones(scale)
+            if grads:
+                torch._foreach_copy_(views, grads)
+                if scale == 1.0:
+                    pass
+                elif self.flat.dtype in _EXACT:
+                    torch._foreach_mul_(views, scale)
+                else:
+                    for view in views:
+                        view.mul_(scale)
+        self.arrived.clear()
+        self._arrived_bytes = 0
+
+    def _take_plain_ones(self, scale: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Of what has arrived, views and gradients to be copied by one call. The others are moved one by one."""
+        views: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        low, high, strided = self._low, self._high, torch.strided
+        for slot in self.arrived:
+            grad = slot.param.grad
+            if grad is None:  # thrown away by a hook of the user's since
+                if not slot.held:
+                    self.zero(slot)
+            elif (
+                slot.held
+                or self._sparse
+                or grad is slot.view
+                or grad.layout is not strided
+                or low <= grad.data_ptr() < high  # another look at the bucket's own memory
+                or slot.view.data_ptr() != slot.address
+                or scale == 0.0
+                or (self.on_host and scale != 1.0 and slot.nbytes >= CACHED_BYTES)
+            ):
+                self._collect_one(slot, grad, scale)
+            else:
+                views.append(slot.view)
+                grads.append(grad)
+            slot.held = True
+            slot.param.grad = None
+        return views, grads
 
     def _collect_one(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
-        if slot.held or scale != self._arrivals.scale:
-            self.flush()
-            self._arrivals.start(scale)
         if scale == 0.0:  # not a product: a rank without tokens may well have a gradient that is not finite
             if not slot.held:
                 self.zero(slot)
@@ -119,42 +189,41 @@ class Bucket:
         elif scale != 1.0:
             slot.view.mul_(scale)
 
-    def flush(self) -> None:
-        """Have the small gradients that have arrived in memory."""
-        if self._arrivals:
-            with torch.cuda.stream(self.streams[-1]) if self.streams else nullcontext():
-                self._arrivals.copy()
-
-    def _note_stream(self) -> None:
-        """Remember the stream of the gradient that comes next; those that arrived on another one are copied there."""
-        stream = torch.cuda.current_stream(self.spec.device)
-        if not self.streams or stream != self.streams[-1]:
-            self.flush()
-            if stream in self.streams:
-                self.streams.remove(stream)
-            self.streams.append(stream)
-
-    def complete(self) -> None:
-        """All gradients are in: have them in memory for whoever goes on from the current stream."""
-        self.flush()
-        if self.streams:
+    def complete(self, scale: float) -> None:
+        """All gradients have come: have them in memory for whoever goes on from the current stream."""
+        self.collect(scale)
+        if len(self.streams) > 1 or self._made_elsewhere():
             current = torch.cuda.current_stream(self.spec.device)
             for stream in self.streams:
                 if stream != current:
                     current.wait_stream(stream)
 
-    def stash(self, slot: GradSlot) -> None:
-        """Keep an unreduced gradient in the bucket's memory, visible as `param.grad`: there is no second copy."""
-        grad = slot.param.grad
-        if self._sparse or grad is None or slot.attached():
-            return
-        self._fill(slot, grad, 1.0)
-        slot.param.grad = slot.view
+    def _made_elsewhere(self) -> bool:
+        """Whether the last gradient was made on another stream than the current one."""
+        return self.stream != -1 and raw_stream(self.device_index) != self.stream
+
+    def keep(self, scale: float, *, held: bool) -> None:
+        """Move what has arrived into the bucket's memory: `held`, times `scale`, or visible as `param.grad`."""
+        if held:
+            self.collect(scale)
+        else:
+            self.accumulate()
+
+    def accumulate(self) -> None:
+        """Keep what has arrived in the bucket's memory, unreduced and visible as `param.grad`: there is no second
+        copy of the gradients."""
+        slots = [] if self._sparse else [slot for slot in self.arrived if slot.param.grad is not None]
+        self.arrived = [slot for slot in slots if not slot.attached()]
+        self.collect(1.0)
+        for slot in slots:
+            self.show(slot)
+        self.arrived.clear()
+
+    # ---- gradients are shown, kept and lent
 
     def show(self, slot: GradSlot) -> None:
         """Make a held gradient visible as `param.grad` again, unreduced."""
         if slot.held and not self._sparse:
-            self.flush()
             slot.param.grad = slot.view
             slot.held = False
 
@@ -170,7 +239,8 @@ class Bucket:
         if grad is not None:
             if not slot.used:
                 slot.kept = grad.clone() if slot.attached() else grad
-            self.collect(slot, grad, scale)
+            self.arrived.append(slot)
+            self.collect(scale)
         elif not slot.held:
             self.zero(slot)
 
@@ -186,6 +256,8 @@ class Bucket:
             self.flat = _no_rows(slot.meta)
         else:
             self._own_view(slot).zero_()
+
+    # ---- the result
 
     def put_result(self, result: torch.Tensor | None) -> None:
         """Take the reduced gradients, when a reduction did not leave them in the bucket's own memory."""
@@ -256,4 +328,4 @@ def _dense(meta: ParamMeta) -> bool:
 def _no_rows(meta: ParamMeta) -> torch.Tensor:
     indices = torch.empty((1, 0), dtype=torch.int64, device=meta.device)
     values = torch.empty((0, *meta.shape[1:]), dtype=meta.dtype, device=meta.device)
-    return torch.sparse_coo_tensor(indices, values, meta.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(indices, values, meta.shape, device=meta.device, check_invariants=False)

@@ -10,13 +10,14 @@ from paceline.errors import BucketsTooLarge
 from paceline.layout import ALIGN_BYTES, BucketCaps, Layout, plan_layout
 from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.lanes import Lanes
+from paceline.reducer.report import all_used
 from paceline.reducer.slot import GradSlot, first_with_something
 
 
 class BucketSet:
     """The gradients of one replica: a slot per parameter, in buckets that are launched in index order.
 
-    The memory is allocated when it is first needed. A world of one never needs it: see `Reducer._is_alone`.
+    The memory is allocated when it is first needed. A world of one never needs it: see `Reducer.is_alone`.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
@@ -24,9 +25,11 @@ class BucketSet:
         self.slots = [GradSlot(index, meta, param) for index, (meta, param) in enumerate(pairs)]
         self.slot_of = {id(slot.param): slot for slot in self.slots}
         self.layout = layout
+        self._first = layout  # what all ranks begin with, before they have learned anything from each other
         self.buckets: list[Bucket] = []
         self.next = 0  # the bucket whose turn it is
         self.seen_complete = 0  # how many are known to have completed
+        self.all_used = all_used(len(self.slots))  # what the report says if every parameter took part
         self._planned: Layout | None = None
 
     def lay(self, transport: Transport) -> None:
@@ -53,6 +56,22 @@ class BucketSet:
             bucket.rearm()
         self.next = self.seen_complete = 0
 
+    def keep(self, scale: float, *, held: bool) -> None:
+        """A backward that was not reduced is over: keep what it has brought. See `Bucket.keep`."""
+        for bucket in self.buckets:
+            bucket.keep(scale, held=held)
+
+    def forget_arrived(self) -> None:
+        """A backward has failed: what it has brought stays where autograd put it."""
+        for bucket in self.buckets:
+            bucket.arrived.clear()
+
+    def claim_by_hand(self) -> None:
+        """What was put in the place of a gradient is to be reduced like one that came through a backward."""
+        for slot in self.slots:
+            if not (slot.asleep or slot.param.grad is None or slot.attached()):
+                slot.used = True
+
     def fill_up(self, scale: float, *, skips_unused: bool) -> list[Bucket]:
         """Complete the buckets that lack gradients, now that backward is over. Returns these."""
         lacking = [bucket for bucket in self.buckets if bucket.state is BucketState.FILLING]
@@ -66,10 +85,10 @@ class BucketSet:
             bucket.move(BucketState.FULL)
         return lacking
 
-    def fold(self, lanes: Lanes) -> None:
+    def fold(self, lanes: Lanes, scale: float) -> None:
         """All buckets are full, with the gradients of one lane: add them to the sums and begin to fill again."""
         for bucket in self.buckets:
-            bucket.complete()
+            bucket.complete(scale)
             lanes.fold(bucket.spec.index, bucket.flat)
         self.begin_lane()
 
@@ -166,7 +185,9 @@ class BucketSet:
                 slot.meta, dtype=slot.param.dtype, device=slot.param.device, stride=tuple(slot.param.stride())
             )
         self._planned = None
-        self.layout = plan_layout([slot.meta for slot in self.slots], self.layout.order, caps)
+        metas = [slot.meta for slot in self.slots]
+        self.layout = plan_layout(metas, self.layout.order, caps)
+        self._first = plan_layout(metas, self._first.order, caps)
         if self.laid:
             self.lay(transport)
         return True
@@ -185,8 +206,9 @@ class BucketSet:
         return True
 
     def move_memory(self, transport: Transport) -> None:
-        """Take memory of another transport, and forget what was planned with the one before."""
-        self._planned = None
+        """Take memory of another transport, and forget what was learned with the one before: ranks that were stopped in
+        different places may have taken up different layouts."""
+        self._planned, self.layout = None, self._first
         if self.laid:
             self._move(transport)
 

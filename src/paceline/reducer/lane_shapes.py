@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from paceline.blocks import listed
-from paceline.collectives.api import Transport
-from paceline.collectives.wait import finish
+from paceline.collectives.group import Group
 from paceline.errors import UsageError
-from paceline.reducer.agreement import Words
 from paceline.reducer.lanes import Lanes, Shapes
+from paceline.reducer.report import Abort, StepReport
 
 NONE, DIFFERENT = 0, -1  # no hash is -1
 TOLD_BYTES = 512
@@ -27,15 +26,15 @@ def word_of_shapes(lanes: Lanes) -> int:
     return DIFFERENT if len(found) > 1 else hash(found.pop())
 
 
-def check(words: Sequence[Words], lanes: Lanes, transport: Transport, timeout_s: float | None) -> None:
-    """All ranks call it, with the same words, and all raise or none does."""
-    found = {row.lane_shape for row in words} - {NONE}
-    if any(row.aborted for row in words) or (len(found) < 2 and DIFFERENT not in found):
+def check(rows: Sequence[StepReport], lanes: Lanes, group: Group) -> None:
+    """All ranks call it, with the same reports, and all raise or none does."""
+    found = {row.lane_shape for row in rows} - {NONE}
+    if any(row.abort is not Abort.NO for row in rows) or (len(found) < 2 and DIFFERENT not in found):
         return
     own = _told(lanes).encode()[:TOLD_BYTES].ljust(TOLD_BYTES, b" ")
-    every = torch.empty(transport.size, TOLD_BYTES, dtype=torch.uint8)
-    work = transport.all_gather(every.view(-1), torch.frombuffer(bytearray(own), dtype=torch.uint8))
-    finish(work, what="the shapes of micros", watch=transport.watch, timeout_s=timeout_s)
+    every = torch.empty(group.size, TOLD_BYTES, dtype=torch.uint8, device="cpu")
+    work = group.transport.all_gather(every.view(-1), torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    group.wait(work, "the shapes of micros")
     texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in every]
     by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     raise UsageError(

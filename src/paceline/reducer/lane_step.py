@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.errors import BackwardAborted, UsageError
-from paceline.reducer.agreement import Mode
 from paceline.reducer.backward import Backward
 from paceline.reducer.lanes import Lanes, LaneState, late_gradient
-from paceline.reducer.turn import Part
+from paceline.reducer.report import Mode
+from paceline.reducer.turn import Part, abort
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer
@@ -58,23 +58,24 @@ def check_open(reducer: "Reducer") -> None:
     lanes.backwards += 1
 
 
-def close(reducer: "Reducer") -> None:
-    """A lane's gradients are in: keep them for this rank's other lanes or, after the last of them, reduce."""
+def close(reducer: "Reducer") -> bool:
+    """A lane's gradients are in: keep them for this rank's other lanes. Returns True after the last of them, when the
+    step is to be reduced."""
     lanes = _lanes_of(reducer)
     weight = reducer.weighting.of_lane()
     skipped = reducer.turn.part is Part.SKIPPED
     lanes.close(0.0 if skipped else weight, plain=not skipped and reducer.weighting.last is not Mode.WEIGHTED)
     if lanes.last:
-        reducer.finish()
-        return
+        return True
     reducer.backwards.close()
     reducer.fill_up()
     if reducer.turn.late:
         raise late_gradient(reducer.set.slots)
-    reducer.set.fold(lanes)
+    reducer.set.fold(lanes, reducer.scale)
     reducer.turn.part = Part.WHOLE
     if reducer.on_finished is not None:
         reducer.on_finished()
+    return False
 
 
 def skip(reducer: "Reducer") -> None:
@@ -185,7 +186,8 @@ def _check_not_failed(reducer: "Reducer") -> None:
 def _close_without_backward(reducer: "Reducer") -> None:
     if _lanes_of(reducer).last:
         reducer.begin_reduction()
-    close(reducer)
+    if close(reducer):
+        reducer.finish()
 
 
 def _give_up(reducer: "Reducer", *, begun: bool = False) -> None:
@@ -194,7 +196,7 @@ def _give_up(reducer: "Reducer", *, begun: bool = False) -> None:
     reducer.prepare()
     if not begun:
         reducer.begin_reduction()
-    reducer.abort()
+    abort(reducer)
 
 
 def _lanes_of(reducer: "Reducer") -> Lanes:

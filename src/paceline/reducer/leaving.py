@@ -2,8 +2,8 @@
 
 import torch
 
-from paceline.collectives.api import Transport
 from paceline.collectives.reduction import check_goes_over, forget_other_ranks
+from paceline.collectives.watcher import Watcher
 from paceline.reducer.planning import Planning
 from paceline.reducer.reducer import Reducer
 
@@ -21,15 +21,17 @@ def give_up(reducer: Reducer) -> None:
         reducer.dropped = True
 
 
-def move_to(reducer: Reducer, transport: Transport) -> None:
-    """Go on over another transport; the order of gradients is learned anew by the new set of ranks."""
-    device = reducer.layout.params[0].device
+def begin_anew(reducer: Reducer) -> None:
+    """The group has moved to another transport; the order of gradients is learned anew by the new set of ranks."""
+    transport, device = reducer.transport, reducer.set.layout.params[0].device
     check_goes_over(transport, reducer.reduction, device)
     forget_other_ranks(reducer.reduction)
-    reducer.transport = transport
     if reducer.lanes is not None:
         reducer.lanes.deal(transport.rank, transport.size)
     reducer.divisor = reducer.everyone
     reducer.reductions = reducer.calls = 0
     reducer.set.move_memory(transport)
-    reducer.planning = Planning(reducer.settings, transport, device)
+    reducer.unheard.clear()  # nobody answers them any more
+    reducer.watcher.close()
+    reducer.watcher = Watcher(reducer.group)
+    reducer.planning = Planning(reducer.settings, reducer.group, device)

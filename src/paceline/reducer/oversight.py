@@ -1,20 +1,22 @@
-"""What looks after more than the gradients of a reduction: it speaks in the words, and judges what all have said."""
+"""What looks after more than the gradients of a reduction: it adds to the report, and judges what all have reported."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.reducer.agreement import Words
+import torch
+
+from paceline.reducer.report import StepReport
 from paceline.reducer.slot import GradSlot
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What one rank tells the others of its state and of the sums it has seen."""
+    """What one rank tells the others of its state and of the sums it has seen. A tensor: only the device knows it."""
 
-    state: int = 0  # digest of a part of the state: must be equal
+    state: int | torch.Tensor = 0  # digest of a part of the state: must be equal
     signature: int = 0  # digest of what the state is made of; 0: this rank's is not to be compared
-    not_finite: int = 0  # a bit for every rank whose gradients were found not to be finite
+    not_finite: int | torch.Tensor = 0  # a bit for every rank whose gradients were found not to be finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +32,24 @@ class Oversight(Protocol):
 
     @property
     def looks_at_sums(self) -> bool:
-        """Whether `findings` are complete only when all buckets have landed: the words then wait for them."""
+        """Whether `findings` are complete only when all buckets have landed: the report then waits for them."""
         ...
 
     def begin(self, number: int) -> None:
         """Step `number` of lanes begins, or reduction `number`. The state is as the last step has left it."""
         ...
 
-    def findings(self) -> Findings: ...
+    def look_at_own(self, parts: Sequence[torch.Tensor]) -> None:
+        """These gradients of this rank are about to be reduced, on a device whose collectives streams order."""
+        ...
 
-    def judge(self, words: Sequence[Words], slots: Sequence[GradSlot]) -> Verdict:
-        """All have spoken, and the views of `slots` hold what was reduced. May start collectives: all ranks do."""
+    def findings(self, *, on_device: bool) -> Findings:
+        """`on_device`: the report is sent from there, so nothing is waited for."""
+        ...
+
+    def judge(self, rows: Sequence[StepReport], slots: Sequence[GradSlot] | None) -> Verdict:
+        """All have reported, and the views of `slots` hold what was reduced. None: the report is of an earlier
+        reduction, whose step is over. May start collectives: all ranks do."""
         ...
 
     def note_optimizer(self, optimizer: object, *, local: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from paceline.bucket_plan import Cost, Plan, ReadyCurve, decode_groups, encode_groups, fit_cost, plan_boundaries
 from paceline.collectives.api import Op, Transport, Work
-from paceline.collectives.wait import finish
+from paceline.collectives.group import Group
 from paceline.layout import MIB, Layout, lay_groups, plan_layout
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.settings import ReducerSettings
@@ -23,6 +23,7 @@ from paceline.reducer.settings import ReducerSettings
 logger = logging.getLogger("paceline")
 
 PLAN_AT = 3  # the first backwards are slower than those that follow: memory and kernels are new
+GIVEN_UP_AT = 16
 PROBED_BYTES = (MIB // 4, 4 * MIB)
 PROBED_BYTES_ON_DEVICE = (2 * MIB, 32 * MIB)
 PROBES = 4
@@ -31,9 +32,9 @@ PROBES = 4
 class Planning:
     """Finds the buckets of one replica."""
 
-    def __init__(self, settings: ReducerSettings, transport: Transport, device: torch.device) -> None:
+    def __init__(self, settings: ReducerSettings, group: Group, device: torch.device) -> None:
         self._settings = settings
-        self._transport = transport
+        self._group = group
         self._device = device
         self._clock = ReadyClock(device)
         self._plans = settings.plans_buckets
@@ -42,6 +43,10 @@ class Planning:
         self.order_learned = False
         self.plan: Plan | None = None
         self.measures = False  # the times of the backward that runs are wanted
+
+    @property
+    def _transport(self) -> Transport:
+        return self._group.transport
 
     def begin(self, number: int, *, chains: bool) -> None:
         """Reduction `number` begins. One that `chains` may keep state by bucket, so its buckets are not cut anew."""
@@ -59,6 +64,17 @@ class Planning:
         self._plan_at = self._number + PLAN_AT
         self.plan = None
 
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing more to be learned, so that no rank has to wait for another one's times.
+
+        Replicas that share a backward with others learn nothing: ranks may come to them in different orders, and what
+        is learned takes collectives of its own.
+        """
+        if self._number >= GIVEN_UP_AT:
+            return True
+        return self.order_learned and not (self._plans and self._transport.size > 1 and self.plan is None)
+
     def note_ready(self, param: int) -> None:
         self._clock.note(param)
 
@@ -68,6 +84,8 @@ class Planning:
 
     def after_reduction(self, buckets: BucketSet, ready_order: Sequence[int]) -> None:
         """All ranks call it after a reduction in which rank 0 saw gradients become ready."""
+        if self._number >= GIVEN_UP_AT and not self.order_learned:
+            return
         if self.measures:
             self._plan(buckets, ready_order)
         elif not self.order_learned:
@@ -75,7 +93,7 @@ class Planning:
         self.measures = False
 
     def _learn_order(self, buckets: BucketSet, ready_order: Sequence[int]) -> None:
-        order = torch.tensor(_whole_order(buckets.layout, ready_order), dtype=torch.int64)
+        order = torch.tensor(_whole_order(buckets.layout, ready_order), dtype=torch.int64, device="cpu")
         self._wait(self._transport.broadcast(order, 0), "the order of gradients")
         buckets.plan(plan_layout(buckets.layout.params, order.tolist(), self._settings.caps))
         self.order_learned = True
@@ -90,9 +108,9 @@ class Planning:
         params = buckets.layout.params
         curve = self._clock.curve(buckets.layout, _whole_order(buckets.layout, ready_order))
         cost = self._probe(memory)
-        agreed = torch.zeros(len(params), dtype=torch.int64)
+        agreed = torch.zeros(len(params), dtype=torch.int64, device="cpu")
         if self._transport.rank == 0:
-            agreed = torch.tensor(encode_groups(plan_boundaries(curve, cost).groups), dtype=torch.int64)
+            agreed = torch.tensor(encode_groups(plan_boundaries(curve, cost).groups), dtype=torch.int64, device="cpu")
         self._wait(self._transport.broadcast(agreed, 0), "the bucket plan")
         groups = decode_groups(agreed.tolist(), len(params))
         self.plan = Plan.of(groups, curve, cost)
@@ -113,7 +131,7 @@ class Planning:
                 f"{nbytes:,}",
                 error,
             )
-        able = torch.tensor([int(memory is not None)], dtype=torch.int32)
+        able = torch.tensor([int(memory is not None)], dtype=torch.int32, device="cpu")
         self._wait(self._transport.all_reduce(able, Op.MIN), "whether all ranks can measure the transport")
         return memory if able.item() else None
 
@@ -139,7 +157,7 @@ class Planning:
         return PROBED_BYTES_ON_DEVICE if self._device.type == "cuda" else PROBED_BYTES
 
     def _wait(self, work: Work, what: str) -> None:
-        finish(work, what=what, watch=self._transport.watch, timeout_s=self._settings.timeout_s)
+        self._group.wait(work, what)
 
 
 def _whole_order(layout: Layout, ready_order: Sequence[int]) -> list[int]:

@@ -14,7 +14,6 @@ class ReducerSettings:
     overlap: bool = True
     unused: str = "zero"  # or "error"
     static_graph: bool = False
-    timeout_s: float | None = None
     skip_unused: bool = False  # the user vouches that ranks agree on unused parameters: leave out unused buckets
     hold: bool = False  # never show unreduced gradients: their dtype is not the parameter's (mixed precision)
 

@@ -1,5 +1,6 @@
 """The hooks on the parameters of one replica, and whose turn it is when replicas share a parameter."""
 
+from operator import is_
 from typing import Protocol
 
 import torch
@@ -25,15 +26,29 @@ class ParamHooks:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._slots = owner.set.slots
+        self._params = [slot.param for slot in self._slots]
         self._handles: list[RemovableHandle] = []
+        self._marks: list[dict[str, object]] = []  # see autograd.mark_of_contents
         self._closed = False
 
     def hang(self) -> None:
         """Hook every parameter. Nothing is done when they are hooked already, nor after `close`."""
         if not self._handles and not self._closed:
             hook = self._owner.on_grad_ready
-            self._handles = [slot.param.register_post_accumulate_grad_hook(hook) for slot in self._slots]
+            self._handles = [param.register_post_accumulate_grad_hook(hook) for param in self._params]
+            self._install()
             self.wake()
+
+    def follow_swaps(self) -> None:
+        """Hook parameters again that were given other contents, as `torch.utils.swap_tensors` does: the hooks have
+        gone with the contents before. Asked in every forward, so it costs little."""
+        if not all(map(is_, map(autograd.mark_of_contents, self._params), self._marks)):
+            self._install()
+
+    def _install(self) -> None:
+        for param in self._params:
+            autograd.install_hooks(param)
+        self._marks = [autograd.mark_of_contents(param) for param in self._params]
 
     def shared(self) -> bool:
         """Whether another replica has hooked some of the parameters."""
@@ -52,12 +67,16 @@ class ParamHooks:
                     slot.param.grad = other.view.clone()
             slot.asleep = False
 
-    def go_last(self) -> None:
-        """Let the user's own hooks on a parameter run first, so that they see the gradient, and may change it."""
-        for index, slot in enumerate(self._slots):
-            if self._handles and list(autograd.hook_owners(slot.param))[-1:] != [self._owner]:
-                self._handles[index].remove()
-                self._handles[index] = slot.param.register_post_accumulate_grad_hook(self._owner.on_grad_ready)
+    def runs_last(self, slot: GradSlot) -> bool:
+        """Whether our hook runs after all hooks of the user's, so that these see the gradient and may change it.
+
+        If not, it is moved behind them, for the next backward.
+        """
+        if list(autograd.hook_owners(slot.param))[-1] is self._owner:
+            return True
+        self._handles[slot.index].remove()
+        self._handles[slot.index] = slot.param.register_post_accumulate_grad_hook(self._owner.on_grad_ready)
+        return False
 
     def close(self) -> None:
         """Remove every hook, and leave shared parameters to the replica that was made last before this one."""

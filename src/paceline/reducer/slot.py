@@ -26,9 +26,9 @@ class GradSlot:
         "kept",
         "late",
         "meta",
+        "nbytes",
         "offset",
         "param",
-        "small",
         "used",
         "view",
     )
@@ -36,13 +36,13 @@ class GradSlot:
     def __init__(self, index: int, meta: ParamMeta, param: torch.Tensor) -> None:
         self.index = index
         self.meta = meta
+        self.nbytes = meta.nbytes
         self.param = param
         # Where the gradient lives: set by the bucket, again after every re-layout.
         self.bucket: Bucket
-        self.view = torch.empty(0)
+        self.view = torch.empty(0, device="cpu")
         self.offset = 0
         self.address = 0
-        self.small = False  # see SMALL_BYTES
         self.asleep = False  # another replica that shares the parameter reduces it
         # What of the current step is known.
         self.fired = False  # autograd has delivered a gradient in this backward
@@ -59,7 +59,7 @@ class GradSlot:
     def leave_bucket(self) -> None:
         """Keep no reference to the bucket's memory, so that it can be freed before the next one is allocated."""
         del self.bucket
-        self.view = torch.empty(0)
+        self.view = torch.empty(0, device="cpu")
 
     def clear(self) -> None:
         self.used = self.dirty = False

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.reducer.agreement import Mode
+from paceline.reducer.report import Mode
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer

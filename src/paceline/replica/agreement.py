@@ -2,8 +2,9 @@
 
 import hashlib
 import logging
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,24 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.agree import Rotation, StartedWord, first_not_finite, heal, locate, start_word
 from paceline.agree.capsule import Kind
+from paceline.agree.homes import homes_in
+from paceline.agree.pieces import Piece
+from paceline.agree.rotation import Gone, Listed
+from paceline.agree.word import word_of
 from paceline.blocks import lanes_of, listed
 from paceline.collectives.api import Transport
-from paceline.collectives.wait import finish
+from paceline.collectives.group import Group
 from paceline.errors import NoMajority, NotFiniteGradients, UsageError
-from paceline.reducer.agreement import Words
+from paceline.reducer.ledger import StepLedger
 from paceline.reducer.oversight import Findings, Verdict
+from paceline.reducer.report import StepReport
 from paceline.reducer.slot import GradSlot
 from paceline.replica.lane_buffers import LaneBuffers
 
 logger = logging.getLogger("paceline")
 
 Named = Sequence[tuple[str, torch.Tensor]]
+COMPARED_PER_ROUND = 8  # comparisons on a device within `state_every` steps
 _CHOICES = {"drift": ("raise", "heal"), "not_finite": ("keep", "skip", "raise")}
 
 
@@ -89,17 +96,17 @@ class Overseer:
         self,
         agreement: Agreement,
         params: Named,
-        transport: Transport,
-        timeout_s: float | None,
+        group: Group,
         buffers: LaneBuffers | None = None,
     ) -> None:
         """`buffers`: only in lanes are they meant to be equal on all ranks, when a step begins."""
-        agreement.check_trust(transport.size)
+        agreement.check_trust(group.size)
         self.agreement = agreement
-        self.on_finding: Callable[[Kind, str, Sequence[int]], None] | None = None  # kind, text, ranks
+        # Kind, text, ranks, and whether it is about the step before the one that runs.
+        self.on_finding: Callable[[Kind, str, Sequence[int], bool], None] | None = None
+        self.bad_in: Callable[[int], list[str]] = lambda _: []  # whose gradients a gate has found not to be finite
         self.wide: Callable[[], list[torch.Tensor]] | None = None  # the parameters where others stand in for them
-        self._transport = transport
-        self._timeout_s = timeout_s
+        self._group = group
         self._buffers = buffers
         self._params = params
         self._names = {id(param): name for name, param in params}
@@ -107,14 +114,18 @@ class Overseer:
         self._params_only = False  # ranks hold different optimizer states, as they do where these are sharded
         self._rotation: Rotation | None = None
         self._stale = True  # the list of what there is to compare has to be made anew
-        self._homes: dict[int, tuple[Any, Any]] = {}  # by id of a tensor: what holds it, and where
         self._signature = 0
-        self._compares = bool(agreement.state_every) and not transport.alone
+        self._compares = bool(agreement.state_every) and not self._transport.alone
         self._step = self._compared = 0
         self._word: StartedWord | None = None
+        self._own_largest: list[torch.Tensor] = []  # of the gradients that this rank has sent in this step
         self._in_a_row = 0
         if self.looks_at_sums:
-            transport.find_not_finite(True)
+            self._transport.find_not_finite(True)
+
+    @property
+    def _transport(self) -> Transport:
+        return self._group.transport
 
     @property
     def looks_at_sums(self) -> bool:
@@ -131,42 +142,90 @@ class Overseer:
     def begin(self, number: int) -> None:
         self._step = number
         if not self._compares or self._is_captured():
-            self._word, self._signature = None, 0
+            self._word = None
             return
         if self._stale or self._compared % self.agreement.state_every == 0:
             self._renew()
         assert self._rotation is not None
-        part = [piece.flat() for piece in self._rotation.part(self._compared, self._current)]
-        self._word = start_word(part if self._buffers is None else [*part, *self._buffers.changing()])
-        self._compared += 1
+        first, self._compared = self._compared, self._compared + 1
+        together = self._parts_at_once()
+        if first % together:
+            self._word = None
+            return
+        changing = [] if self._buffers is None else self._buffers.changing()
+        try:
+            numbers = range(first, first + together)
+            part = [piece.flat() for number in numbers for piece in self._rotation.part(number)]
+            self._word = start_word([*part, *changing])
+        except Gone:  # an optimizer was let go: its part has its turn again when the list was made anew
+            self._word = None
 
-    def findings(self) -> Findings:
-        mask = 0
-        if self.looks_at_sums:
-            for rank in self._transport.not_finite():
-                mask |= 1 << min(rank, 62)
+    def _parts_at_once(self) -> int:
+        """On a device every call costs the host more than the bytes cost the device: several parts are read together,
+        in every so many steps."""
+        on_device = self._params[0][1].is_cuda and self._buffers is None
+        return max(1, self.agreement.state_every // COMPARED_PER_ROUND) if on_device else 1
+
+    def look_at_own(self, parts: Sequence[torch.Tensor]) -> None:
+        # The largest magnitude is not finite exactly if some number is not.
+        self._own_largest += [torch.linalg.vector_norm(part, math.inf) for part in parts if part.numel()]
+
+    def findings(self, *, on_device: bool) -> Findings:
         # Forgotten here and not when the next step begins: that one may be captured, and pinned memory that is given
         # back during a capture becomes a part of it.
         word, self._word = self._word, None
-        return Findings(0 if word is None else word.word(), self._signature, mask)
+        state: int | torch.Tensor = 0
+        if word is not None:
+            state = word.word() if not on_device else word.on_device()
+        found = self._found_on_device() if on_device else self._found()
+        return Findings(state, 0 if word is None else self._signature, found)
 
-    def judge(self, words: Sequence[Words], slots: Sequence[GradSlot]) -> Verdict:
+    def _found(self) -> int:
+        """A bit for each rank whose gradients were found not to be finite."""
+        mask = 0
+        if self.looks_at_sums:
+            for rank in self._transport.not_finite():
+                mask |= _bit(rank)
+        return mask
+
+    def _found_on_device(self) -> int | torch.Tensor:
+        """The own bit, if this rank's gradients are not finite. The sums are looked at before the update: gate.py."""
+        looks, self._own_largest = self._own_largest, []
+        if not looks:
+            return 0
+        return torch.stack(looks).isfinite().all().logical_not() * _bit(self._transport.rank)
+
+    def judge(self, rows: Sequence[StepReport], slots: Sequence[GradSlot] | None) -> Verdict:
         error = None
-        if not all(row.signature for row in words):
+        if not all(row.signature for row in rows):
             pass
-        elif len({row.signature for row in words}) > 1:
+        elif len({row.signature for row in rows}) > 1:
             self._compare_parameters_only()
-        elif len({row.state for row in words}) > 1:
-            error = self._drifted()
+        elif len({row.state for row in rows}) > 1:
+            error = self._drifted(late=slots is None)
         found = 0
-        for row in words:
+        for row in rows:
             found |= row.not_finite
-        if not found:
+        late = slots is None
+        bad = self.bad_in(rows[0].reduction) if late and self.looks_at_sums else []
+        if not found and not bad:
             self._in_a_row = 0
             return Verdict(error=error)
-        ranks = [rank for rank in range(self._transport.size) if found >> min(rank, 62) & 1]
-        verdict = self._not_finite(_batches_of(ranks, words), ranks, slots)
+        ranks = [rank for rank in range(self._transport.size) if found & _bit(rank)]
+        who = f"by the batch of {_batches_of(ranks, rows)}" if ranks else "since the sum over all ranks has overflowed"
+        what = _first(bad) if slots is None else _first_of_sums(slots)
+        step = self._step if not late else rows[0].lane_step if rows[0].lane_weights else rows[0].reduction
+        verdict = self._not_finite(f"{what} is not finite in step {step}, {who}", ranks, late=late)
         return verdict if error is None else Verdict(verdict.drops_gradients, error)
+
+    def hear_alone(self, step: int, bad: list[str]) -> None:
+        """In a world of one on a device: which gradients were not finite in `step`, whose update was gated."""
+        if not bad:
+            self._in_a_row = 0
+            return
+        text = f"{_first(bad)} is not finite in step {step}, by the batch of this rank"
+        if (error := self._not_finite(text, [0], late=True).error) is not None:
+            raise error
 
     def _is_captured(self) -> bool:
         """Whether this step goes into a CUDA graph, whose replays run nothing on the host: nothing could be compared,
@@ -175,80 +234,70 @@ class Overseer:
 
     # ---- another set of ranks
 
-    def begin_anew(self, transport: Transport) -> None:
-        """Go on over another transport, whose ranks have compared nothing yet."""
-        self._transport = transport
+    def begin_anew(self) -> None:
+        """The group has moved to ranks that have compared nothing yet."""
         self._rotation, self._stale = None, True
         self._compared = self._in_a_row = 0
         self._word = None
         if self.looks_at_sums:
-            transport.find_not_finite(True)
+            self._transport.find_not_finite(True)
 
-    def make_equal(self, root: int) -> None:
-        """Have all ranks take the parameters and the optimizer state of the majority, or else of rank `root`."""
+    def make_equal(self, ledger: StepLedger) -> None:
+        """Ranks that were stopped at different places go on from one state, which some rank really had: everything is
+        taken from the lowest rank among those that have completed the most updates and are in the middle of none.
+
+        Never tensor by tensor: a mixture of two steps is a state that no run has been in.
+        """
         self._renew()
-        told = torch.tensor([self._signature], dtype=torch.int64)
-        every = torch.empty(self._transport.size, dtype=torch.int64)
-        work = self._transport.all_gather(every, told)
-        finish(work, what="the comparison of states", watch=self._transport.watch, timeout_s=self._timeout_s)
-        if len(set(every.tolist())) > 1:  # a rank that was replaced has no optimizer state yet
+        rows = self._tell_all([self._signature, ledger.commits, int(ledger.whole)])
+        if len({signature for signature, _, _ in rows}) > 1:  # a rank that was replaced has no optimizer state yet
             self._compare_parameters_only()
             self._renew()
+        whole = [rank for rank, row in enumerate(rows) if row[2]]
+        source = max(whole, key=lambda rank: (rows[rank][1], -rank)) if whole else 0
         assert self._rotation is not None
         pieces = self._rotation.whole()
-        drift = locate(pieces, self._transport, step=self._step, timeout_s=self._timeout_s)
-        if drift.tensors:
-            heal(drift, pieces, self._transport, trust=root, timeout_s=self._timeout_s)
+        if len(set(map(tuple, self._tell_all([word_of([piece.flat() for piece in pieces])])))) > 1:
+            self._take_all(pieces, source)
             if self._transport.rank == 0:
                 logger.warning(
-                    "ranks were stopped at different places of a step: %d of %d tensors of parameters and optimizer "
-                    "state differed, and have the values of %s again",
-                    len(drift.tensors),
-                    len(pieces),
-                    "the majority" if drift.healable else f"rank {root}",
+                    "ranks were stopped at different places of a step, and all go on from the state of rank %d, %s",
+                    source,
+                    f"after {rows[source][1]} updates" if whole else "though no rank was between two updates",
                 )
+        ledger.took(rows[source][1])
+
+    def _tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        told = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        every = torch.empty(self._transport.size, len(numbers), dtype=torch.int64, device="cpu")
+        self._group.wait(self._transport.all_gather(every, told), "the comparison of states")
+        rows: list[list[int]] = every.tolist()
+        return rows
+
+    def _take_all(self, pieces: Sequence[Piece], source: int) -> None:
+        for piece in pieces:
+            flat = piece.flat().clone()
+            self._group.wait(self._transport.broadcast(flat, source), f"the {piece.name} of rank {source}")
+            if self._transport.rank != source:
+                piece.write(flat)
 
     # ---- drift
 
     def _renew(self) -> None:
-        self._homes.clear()
-        state = [] if self._params_only else self._optimizer_state()
-        buffers = [] if self._buffers is None else self._buffers.before()
-        self._homes.update((id(value), (self._buffers, name)) for name, value in buffers)
         params = self._params
         if self.wide is not None:
             params = [(name, value) for (name, _), value in zip(params, self.wide(), strict=True)]
-        named = [*params, *buffers, *state]
+        buffers, optimizers = self._buffers, () if self._params_only else self._optimizers
+        noted = [] if buffers is None else [(name, _InLanes(buffers, name, was)) for name, was in buffers.before()]
+        state = [pair for known in optimizers for pair in homes_in(known, self._names)]
+        named: Listed = [*params, *noted, *sorted(state, key=lambda pair: pair[0])]
         self._stale = False
         if self._rotation is None:
             self._rotation = Rotation(named, max(1, self.agreement.state_every))
         else:
             self._rotation.renew(named)
-        told = repr([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named])
-        self._signature = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), signed=True)
-
-    def _optimizer_state(self) -> Named:
-        found: list[tuple[str, torch.Tensor]] = []
-        for optimizer in (known() for known in self._optimizers):
-            for param, state in () if optimizer is None else optimizer.state.items():
-                if isinstance(state, dict) and (name := self._names.get(id(param))) is not None:
-                    for where, home, key in _places(state):
-                        found.append((f"{where} of {name}", home[key]))
-                        self._homes[id(home[key])] = home, key
-        return sorted(found, key=lambda pair: pair[0])
-
-    def _current(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
-        """The tensor that stands in this one's place: some optimizers make new ones, and a buffer that has changed
-        between steps was noted anew. Buffers are looked at as a whole, and so when their first piece has its turn."""
-        home, key = self._homes.get(id(tensor), ((), 0))
-        try:
-            now = home[key] if home is not self._buffers else tensor if begin else self._buffers.now(key)
-        except (KeyError, IndexError):
-            return tensor
-        if now is tensor or not isinstance(now, torch.Tensor):
-            return tensor
-        self._homes[id(now)] = self._homes.pop(id(tensor))
-        return now
+        told = self._rotation.described().encode()
+        self._signature = int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), signed=True)
 
     def _compare_parameters_only(self) -> None:
         """Ranks that hold different tensors cannot compare them; parameters are the same everywhere, by agreement."""
@@ -256,20 +305,20 @@ class Overseer:
             logger.info("ranks hold different optimizer states, so only parameters are compared between them")
         self._params_only = self._stale = True
 
-    def _drifted(self) -> Exception | None:
+    def _drifted(self, *, late: bool) -> Exception | None:
         step = self._step
         self._renew()  # a tensor of the optimizer's state may have been replaced since the list was made
         assert self._rotation is not None
         pieces = self._rotation.whole()  # a weight that drifted has often taken its moments along
-        drift = locate(pieces, self._transport, step=step, timeout_s=self._timeout_s)
+        drift = locate(pieces, self._transport, step=step, timeout_s=self._group.timeout_s)
         if not drift.tensors:
             logger.warning("digests of the state differed between ranks in step %d, but the state does not", step)
             return None
-        self._tell("divergence", drift.text, drift.ranks)
+        self._tell("divergence", drift.text, drift.ranks, late=late)
         if self.agreement.drift == "raise":
             return drift.error()
         try:
-            heal(drift, pieces, self._transport, trust=self.agreement.trust, timeout_s=self._timeout_s)
+            heal(drift, pieces, self._transport, trust=self.agreement.trust, timeout_s=self._group.timeout_s)
         except NoMajority as error:
             return error
         if self._buffers is not None:
@@ -279,12 +328,9 @@ class Overseer:
 
     # ---- not finite
 
-    def _not_finite(self, who: str, ranks: Sequence[int], slots: Sequence[GradSlot]) -> Verdict:
+    def _not_finite(self, text: str, ranks: Sequence[int], *, late: bool) -> Verdict:
         self._in_a_row += 1
-        first = first_not_finite((slot.meta.name, slot.view) for slot in slots if not slot.asleep)
-        what = "a gradient" if first is None else f"the gradient of {first.name} ({first.how_many} × {first.kind})"
-        text = f"{what} is not finite in step {self._step}, by the batch of {who}"
-        self._tell("not-finite", text, ranks)
+        self._tell("not-finite", text, ranks, late=late)
         if self.agreement.not_finite == "raise":
             where = "its capsule has it" if self.on_finding else "Agreement(capsules=…) would keep it"
             error = NotFiniteGradients(
@@ -304,24 +350,43 @@ class Overseer:
             logger.warning("%s: the step is skipped on all ranks", text)
         return Verdict(True)
 
-    def _tell(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
+    def _tell(self, kind: Kind, text: str, ranks: Sequence[int], *, late: bool) -> None:
         if self.on_finding is not None:
-            self.on_finding(kind, text, ranks)
+            self.on_finding(kind, text, ranks, late)
 
 
-def _places(state: Any, before: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where an optimizer's state has tensors: a name, what holds the tensor, and its key or number there."""
-    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-        if isinstance(value, torch.Tensor):
-            yield f"{before}{key}", state, key
-        elif isinstance(value, dict | list | tuple):
-            yield from _places(value, f"{before}{key}.")
+def _first(bad: Sequence[str]) -> str:
+    more = f" and of {len(bad) - 1} more parameters" if len(bad) > 1 else ""
+    return f"the gradient of {bad[0]}{more}" if bad else "a gradient"
 
 
-def _batches_of(ranks: Sequence[int], words: Sequence[Words]) -> str:
+def _first_of_sums(slots: Sequence[GradSlot]) -> str:
+    first = first_not_finite((slot.meta.name, slot.view) for slot in slots if not slot.asleep)
+    return "a gradient" if first is None else f"the gradient of {first.name} ({first.how_many} × {first.kind})"
+
+
+def _bit(rank: int) -> int:
+    return 1 << min(rank, 62)
+
+
+class _InLanes:
+    """A buffer as it was when the step began. When its first piece has its turn, it is looked at as a whole."""
+
+    def __init__(self, buffers: LaneBuffers, name: str, value: torch.Tensor) -> None:
+        self._buffers = buffers
+        self._name = name
+        self._value = value
+
+    def __call__(self, begins: bool) -> torch.Tensor:
+        if begins and self._name in self._buffers:
+            self._value = self._buffers.now(self._name)
+        return self._value
+
+
+def _batches_of(ranks: Sequence[int], rows: Sequence[StepReport]) -> str:
     """The ranks, and the lanes that they ran: `rank 1 (lanes 2 to 3)`."""
-    lanes = len(words[0].lane_weights)
+    lanes = len(rows[0].lane_weights)
     if not lanes:
         return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-    own = {rank: lanes_of(rank, len(words), lanes) for rank in ranks}
+    own = {rank: lanes_of(rank, len(rows), lanes) for rank in ranks}
     return ", ".join(f"rank {rank} ({listed(mine)})" for rank, mine in own.items())

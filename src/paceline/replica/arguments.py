@@ -3,14 +3,14 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import UsageError
+from paceline.errors import UnreducedGradients, UsageError
 
 CHOICES = {"init": ("broadcast", "verify"), "unused": ("zero", "error"), "bucket_plan": ("auto", "fixed")}
 TRANSPORTS = ("auto", "torch", "shm", "two-level", "local")
@@ -20,9 +20,27 @@ TRANSPORTS = ("auto", "torch", "shm", "two-level", "local")
 class Managed:
     """The parameters that a replica keeps equal, in registration order."""
 
+    module: nn.Module  # whose parameters they are
     names: tuple[str, ...]
     params: tuple[nn.Parameter, ...]
     sparse: tuple[bool, ...]
+
+    def of(self, module: nn.Module, ignored: set[str]) -> "Managed":
+        """The same parameters, of a module that has taken the other's place, such as a compiled one around it."""
+        mine = {id(param) for param in self.params}
+        strangers = [
+            name
+            for name, param in module.named_parameters()
+            if param.requires_grad and id(param) not in mine and name not in ignored
+        ]
+        if strangers:
+            raise UnreducedGradients(
+                f"the wrapped module was replaced by another {type(module).__name__}, and no one reduces the gradients "
+                f"of its {strangers[0]}"
+                + (f" and {len(strangers) - 1} more parameters" if len(strangers) > 1 else "")
+                + "; wrap the other module in a DistributedDataParallel of its own"
+            )
+        return replace(self, module=module)
 
 
 def check_choices(**given: str) -> None:
@@ -141,6 +159,7 @@ def managed_parameters(module: nn.Module, ignored: set[str]) -> Managed:
             f"locate in {device_types} ({listed}); move the whole module with module.to(device)"
         )
     return Managed(
+        module=module,
         names=tuple(n for n, _ in kept),
         params=tuple(p for _, p in kept),
         sparse=tuple(id(p) in sparse_params for _, p in kept),
@@ -167,6 +186,14 @@ def choose_group(process_group: Any, device_mesh: Any) -> Any:
             "torch.distributed.init_process_group) before wrapping the model"
         )
     return dist.distributed_c10d._get_default_group()
+
+
+def is_sliced(device_mesh: Any) -> bool:
+    """Whether the mesh is a part of a larger one."""
+    if hasattr(device_mesh, "_get_root_mesh"):
+        return bool(device_mesh._get_root_mesh() != device_mesh)
+    resources: Any = vars(dist.device_mesh)["_mesh_resources"]  # of torch 2.9
+    return bool(resources.get_root_mesh(device_mesh) != device_mesh)
 
 
 def choose_devices(

@@ -63,6 +63,7 @@ class CapsuleWriter:
         self._batch: list[Any] | None = None
         self._given: list[tuple[str, torch.Tensor, int]] = []  # its tensors, and how often they had been written to
         self._found: dict[str, torch.Tensor] = {}  # buffers before the forward, which may change them
+        self._before: tuple[Any, ...] | None = None  # the same of the step before, where findings come late
         self._told = ""  # of this step, that it crashed
         self._findings: Counter[str] = Counter()
         core.on_failed = self.on_failed_backward
@@ -85,6 +86,8 @@ class CapsuleWriter:
         self._add([{"args": tuple(inputs), "kwargs": dict(kwargs), "rng": rng_state(self._device)}])
 
     def _begin(self, step: int) -> None:
+        if self._core.ordered_by_streams:
+            self._before = self._step, self._batch, self._given, self._found
         self._step, self._batch, self._given, self._told = step, [], [], ""
 
     def _add(self, batch: Sequence[Any]) -> None:
@@ -96,13 +99,22 @@ class CapsuleWriter:
 
     # ---- all ranks
 
-    def on_finding(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
-        """All ranks call it, in the same step."""
+    def on_finding(self, kind: Kind, text: str, ranks: Sequence[int], late: bool = False) -> None:
+        """All ranks call it, in the same step. `late`: it is about the step before this one."""
+        now = self._step, self._batch, self._given, self._found
+        if late and self._before is not None:
+            self._step, self._batch, self._given, self._found = self._before
+        try:
+            self._write_finding(kind, text, ranks)
+        finally:
+            self._step, self._batch, self._given, self._found = now
+
+    def _write_finding(self, kind: Kind, text: str, ranks: Sequence[int]) -> None:
         transport = self._core.transport
         self._findings[kind] += 1
         wanted = self._findings[kind] <= KEPT_FINDINGS
         raw = self._own_bytes(kind, text, ranks) if wanted else b""
-        gathered = _gather(raw, transport, self._core.settings.timeout_s)
+        gathered = _gather(raw, transport, self._core.group.timeout_s)
         if not wanted or transport.rank != (ranks[0] if ranks else 0):
             return
         try:
@@ -245,8 +257,8 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _gather(raw: bytes, transport: Transport, timeout_s: float | None) -> list[bytes] | None:
     """The bytes of all ranks, or None if they are too many."""
-    lengths = torch.empty(transport.size, dtype=torch.int64)
-    work = transport.all_gather(lengths, torch.tensor([len(raw)], dtype=torch.int64))
+    lengths = torch.empty(transport.size, dtype=torch.int64, device="cpu")
+    work = transport.all_gather(lengths, torch.tensor([len(raw)], dtype=torch.int64, device="cpu"))
     finish(work, what="the sizes of capsules", watch=transport.watch, timeout_s=timeout_s)
     longest = int(lengths.max())
     if not longest:
@@ -254,7 +266,7 @@ def _gather(raw: bytes, transport: Transport, timeout_s: float | None) -> list[b
     if longest * transport.size > GATHERED_BYTES:
         return None
     padded = torch.frombuffer(bytearray(raw.ljust(longest, b"\0")), dtype=torch.uint8)
-    gathered = torch.empty(transport.size, longest, dtype=torch.uint8)
+    gathered = torch.empty(transport.size, longest, dtype=torch.uint8, device="cpu")
     work = transport.all_gather(gathered.view(-1), padded)
     finish(work, what="the batches of all ranks", watch=transport.watch, timeout_s=timeout_s)
     return [row[:length].numpy().tobytes() for row, length in zip(gathered, lengths.tolist(), strict=True)]

@@ -1,30 +1,32 @@
 """The drop-in: torch's DistributedDataParallel, with paceline's reducer inside."""
 
-import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 
 from paceline.bucket_plan import Plan
 from paceline.collectives.api import Transport
 from paceline.collectives.choose import choose
+from paceline.collectives.group import Group
 from paceline.collectives.local import LocalTransport
 from paceline.collectives.reduction import Reduction
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import UsageError
 from paceline.kernels import kernel_settings
 from paceline.layout import BucketCaps, Layout, ParamMeta, plan_layout
+from paceline.progress import Phase, own_progress
+from paceline.reducer.autograd import refuse_compiled_autograd
 from paceline.reducer.lanes import Lanes
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.settings import ReducerSettings
 from paceline.replica import arguments, rejoin, start_equal
 from paceline.replica.agreement import Agreement, Overseer
 from paceline.replica.capsules import CapsuleWriter
+from paceline.replica.gate import UpdateGate
 from paceline.replica.guard import StepGuard
 from paceline.replica.lanes import LaneLoop
 from paceline.replica.mixed_precision import NarrowParameters, cast_buffers, reduction_for
@@ -32,6 +34,7 @@ from paceline.replica.outputs import tensors_in
 from paceline.replica.recording import recording_asked
 from paceline.replica.stepping import Stepping
 from paceline.replica.torch_surface import TorchReducer
+from paceline.replica.untraced import keep_out_of_graphs
 from paceline.strategies.lane_sum import LaneSum
 from paceline.strategies.reduction import Mean
 from paceline.trace import Moment, Trace
@@ -89,6 +92,7 @@ class DistributedDataParallel(Stepping):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        lazy_bucket_allocation: bool = False,  # torch 2.15's; a gradient is its bucket, so there is none to let go of
         init: str = "broadcast",
         overlap: bool = True,
         transport: str | Transport = "auto",
@@ -117,13 +121,13 @@ class DistributedDataParallel(Stepping):
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.batched_grad_copy = batched_grad_copy
+        self.batched_grad_copy, self.lazy_bucket_allocation = batched_grad_copy, lazy_bucket_allocation
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
         self.static_graph = False
         self._init_torch_attributes(module, check_reduction, delay_all_reduce_named_params or ())
         init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
-        self._join_world(transport, process_group, device_mesh)
+        self._join_group(transport, process_group, device_mesh, timeout)
         given = {
             "reduction=": reduction is not None,
             "mixed_precision=": mixed_precision is not None,
@@ -142,7 +146,6 @@ class DistributedDataParallel(Stepping):
             and len({param.device for param in module.parameters()}) <= 1,  # times of two devices do not compare
             overlap=overlap,
             unused=unused,
-            timeout_s=timeout,
             skip_unused=skip_all_reduce_unused_params,
             hold=mixed_precision is not None,
         )
@@ -157,41 +160,54 @@ class DistributedDataParallel(Stepping):
             self._start_equal(init, init_sync_buffers)
         if lanes is not None:
             start_equal.warn_of_kernels(kernel_settings(self.device), self._transport, timeout)
-        self._take_own_transport()
         self._build()
         if static_graph:
             self._set_static_graph()
 
     # ---- construction, step by step
 
-    def _join_world(self, transport: str | Transport, process_group: Any, device_mesh: Any) -> None:
-        if not isinstance(transport, str):
-            self.process_group = process_group
-            self._transport = transport
-            return
-        self._transport_choice = transport
+    def _join_group(
+        self, transport: str | Transport, process_group: Any, device_mesh: Any, timeout_s: float | None
+    ) -> None:
+        """Have a group of this replica's own, over the ranks of `process_group`. All of them call it."""
+        if isinstance(transport, str):
+            self._transport_choice: str | None = transport
+            found = self._own_transport(self._shared_transport(process_group, device_mesh), timeout_s)
+        else:
+            self._transport_choice = None  # it was given, and cannot be chosen again
+            of_transport = transport.group if isinstance(transport, TorchDistTransport) else None
+            self.process_group = of_transport if process_group is None else process_group
+            found = self._own_transport(transport, timeout_s)
+        self._group = Group(found, timeout_s, owned=found is not transport)
+        weakref.finalize(self, self._group.close)
+
+    def _shared_transport(self, process_group: Any, device_mesh: Any) -> Transport:
+        """The group that the user has, as a transport."""
         self.process_group = arguments.choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            if device_mesh._get_root_mesh() != device_mesh:
+            if arguments.is_sliced(device_mesh):
                 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
                 _pre_dp_module_transform(self.module)
         # A group defined in Python may do something even for one rank, so it is always asked.
         stock = type(self.process_group) is torch.distributed.ProcessGroup
-        alone = transport == "local" or (stock and self.process_group.size() == 1)
-        self._transport = LocalTransport() if alone else TorchDistTransport(self.process_group)
+        alone = self._transport_choice == "local" or (stock and self.process_group.size() == 1)
+        return LocalTransport() if alone else TorchDistTransport(self.process_group)
 
-    def _take_own_transport(self) -> None:
-        """The transport that the collectives of this replica alone go over. Not for copies: a rank may make one for
-        itself, and this is agreed by all ranks."""
-        timeout_s = self._settings.timeout_s
-        if isinstance(self._transport, TorchDistTransport):
-            devices = {param.device for param in self._module_parameters}
-            self._transport = choose(self._transport, self._transport_choice, devices, timeout_s)
-            weakref.finalize(self, self._transport.close)
-        else:
-            self._transport = self._transport.apart(timeout_s)
+    def _own_transport(self, shared: Transport, timeout_s: float | None) -> Transport:
+        """A transport over the same ranks that the collectives of this replica alone go over."""
+        if not isinstance(shared, TorchDistTransport):
+            return shared.apart(timeout_s)
+        devices = {param.device for param in self.module.parameters()}
+        if self._transport_choice is None:
+            return shared.apart(timeout_s, devices).connect()
+        return choose(shared, self._transport_choice, devices, timeout_s)
+
+    def _move_to_group(self, process_group: Any) -> None:
+        """Go on over the ranks of another process group; None: of the default one. All of them call it."""
+        timeout_s = self._group.timeout_s
+        self._group.move(self._own_transport(self._shared_transport(process_group, None), timeout_s))
 
     def _check_same_model(self, init: str) -> None:
         ignored = self.parameters_to_ignore
@@ -212,7 +228,7 @@ class DistributedDataParallel(Stepping):
             "seed": self._seed,
             "agreement": self._agreement and self._agreement.describe(),
         }
-        start_equal.check_structure(start_equal.describe(named, settings), self._transport, s.timeout_s)
+        start_equal.check_structure(start_equal.describe(named, settings), self._transport, self._group.timeout_s)
 
     def _manage(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
         self._managed = arguments.managed_parameters(self.module, self.parameters_to_ignore)
@@ -231,13 +247,15 @@ class DistributedDataParallel(Stepping):
         if with_buffers:
             named += [(n, b) for n, b in self.module.named_buffers() if n not in ignored]
         if init == "verify":
-            start_equal.verify_values(named, self._transport, self._settings.timeout_s)
+            start_equal.verify_values(named, self._transport, self._group.timeout_s)
         else:
-            start_equal.broadcast_values([t for _, t in named], self._transport, self._settings.timeout_s)
+            start_equal.broadcast_values([t for _, t in named], self._transport, self._group.timeout_s)
 
     def _build(self) -> None:
         """Lay out the gradients and hook the parameters; also after unpickling."""
+        keep_out_of_graphs()
         self._assign_modules_buffers()
+        _show_progress()
         if self._use_python_reducer:
             self._build_for_compiled_autograd()
             return
@@ -251,13 +269,14 @@ class DistributedDataParallel(Stepping):
         if self._lane_count is not None:
             lanes = Lanes(self._lane_count, self._transport.rank, self._transport.size)
             self._reduction = LaneSum(self._lane_count, self._transport, self.device)
-        self._core = Reducer(managed.params, layout, self._transport, self._reduction, self._settings, lanes)
+        self._core = Reducer(managed.params, layout, self._group, self._reduction, self._settings, lanes)
         if lanes is not None:
             self._lane_loop = LaneLoop(self._core, self.module, self.parameters_to_ignore, self._seed, self.device)
         self._oversee()
+        self._gate = self._make_gate()
         ids = frozenset(id(p) for p in managed.params)
         ignored = frozenset(self.parameters_to_ignore)
-        guard = StepGuard(self._core, self.module, ids, ignored, refuses=self._guard_refuses)
+        guard = StepGuard(self._core, self, ids, ignored, refuses=self._guard_refuses, gate=self._gate)
         self.reducer = TorchReducer(self._core)
         self._closing = weakref.finalize(self, _close, self._core, guard)
         recording = recording_asked(self.module, lanes) if self._transport.size == 1 else None
@@ -288,9 +307,19 @@ class DistributedDataParallel(Stepping):
                 self._lane_loop.capsules = self._capsules
         if not self._transport.alone or agreement.not_finite != "keep":
             params = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-            overseer = Overseer(agreement, params, self._transport, self._settings.timeout_s, buffers)
+            overseer = Overseer(agreement, params, self._group, buffers)
             overseer.on_finding = None if self._capsules is None else self._capsules.on_finding
             core.oversight = overseer
+
+    def _make_gate(self) -> UpdateGate:
+        """What keeps optimizers on a device from using gradients that they must not use."""
+        names = {id(p): name for name, p in zip(self._managed.names, self._managed.params, strict=True)}
+        overseer = self._core.oversight
+        gate = UpdateGate(self._core, names, looks=overseer is not None and overseer.looks_at_sums)
+        if isinstance(overseer, Overseer):
+            overseer.bad_in = gate.bad_in
+            gate.on_looked = overseer.hear_alone if self._transport.alone else None
+        return gate
 
     def _first_order(self) -> list[int]:
         """Backward visits parameters in about the reverse order of registration; delayed ones come last."""
@@ -300,29 +329,30 @@ class DistributedDataParallel(Stepping):
 
     # ---- a step
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._use_python_reducer:
-            return self.module(*inputs, **kwargs)
-        if "torch._dynamo" in sys.modules:
-            return self._forward_outside_graphs(*inputs, **kwargs)
-        return self._forward(*inputs, **kwargs)
+    # forward() is torch's: it calls the three methods below, and torch.compile knows it by its file.
 
-    @_disable_dynamo(recursive=False)
-    def _forward_outside_graphs(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self._forward(*inputs, **kwargs)
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            if (
+                not self._use_python_reducer and self._core.is_alone()
+            ):  # no buckets: torch.compile need not split its graphs at them
+                return self.module(*inputs, **kwargs)
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        except BaseException as error:
+            if self._narrow is not None:
+                self._narrow.widen()
+            if self._capsules is not None and isinstance(error, Exception):
+                self._capsules.on_crash(error)
+            raise
 
-    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            try:
-                output = self._run_ddp_forward(*inputs, **kwargs)
-            except BaseException as error:
-                if self._narrow is not None:
-                    self._narrow.widen()
-                if self._capsules is not None and isinstance(error, Exception):
-                    self._capsules.on_crash(error)
-                raise
-            return self._post_forward(output)
+    def train(self, mode: bool = True) -> Self:
+        """As torch's. A launcher is told of evaluations, so that it does not take them for a hang."""
+        if mode:
+            own_progress().end_evaluation()
+        else:
+            own_progress().note(Phase.EVALUATE)
+        super().train(mode)
+        return self
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._use_python_reducer:
@@ -331,11 +361,18 @@ class DistributedDataParallel(Stepping):
             self._lazy_init()
         if self._group_is_gone:
             rejoin.rejoin(self)
+        if torch.is_grad_enabled():
+            refuse_compiled_autograd()
+            if self._joins_later:
+                rejoin.join_later(self)
+            if self._managed.module is not self.module:
+                self._managed = self._managed.of(self.module, self.parameters_to_ignore)
         core = self._core
         core.before_forward(grads=torch.is_grad_enabled(), training=self.training)
         if torch.is_grad_enabled() and core.sync_on:
             self.logger.before_forward(core.trace)
         core.trace.stamp(Moment.FORWARD_BEGIN, core.reductions)
+        own_progress().note(Phase.FORWARD if self.training and torch.is_grad_enabled() else Phase.EVALUATE)
         if self._capsules is not None and core.lanes is None:
             self._capsules.note_forward(inputs, kwargs)
         self._count_active_ranks()
@@ -362,7 +399,7 @@ class DistributedDataParallel(Stepping):
             for tensor in watched:
                 core.watch_backward(tensor)
             if not watched:
-                core.watch_parameters()
+                core.hooks.hang()  # there is no output whose backward could be watched
         elif self._narrow is not None:
             self._narrow.widen()
         core.trace.stamp(Moment.FORWARD_END, core.reductions)
@@ -385,7 +422,7 @@ class DistributedDataParallel(Stepping):
     @property
     def layout(self) -> Layout:
         """Where every gradient lives now."""
-        return self._core.layout
+        return self._core.set.layout
 
     @property
     def bucket_plan(self) -> Plan | None:
@@ -396,6 +433,13 @@ class DistributedDataParallel(Stepping):
     def trace(self) -> Trace:
         """What happened when on this rank."""
         return self._core.trace
+
+
+def _show_progress() -> None:
+    """From now on the launcher, if there is one, sees what this rank does."""
+    own_progress().begin()
+    if torch.distributed.is_initialized():
+        own_progress().note_end(lambda: not torch.distributed.is_initialized())
 
 
 def _close(core: Reducer, guard: StepGuard) -> None:

@@ -1,21 +1,25 @@
 """The step guard: no optimizer steps on gradients that were never reduced."""
 
+import functools
 import logging
+import threading
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
-    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from paceline.errors import UnreducedGradients
+from paceline.progress import Phase, own_progress
 from paceline.reducer.reducer import Reducer
+from paceline.reducer.taking_part import reduce_now
+from paceline.replica.gate import UpdateGate
 from paceline.trace import Moment
 
 logger = logging.getLogger("paceline")
@@ -38,47 +42,73 @@ class StepGuard:
     def __init__(
         self,
         reducer: Reducer,
-        module: nn.Module,
+        replica: nn.Module,
         managed: Container[int],
         ignored: Container[str],
         *,
         refuses: bool,
+        gate: UpdateGate,
     ) -> None:
+        self._gate = weakref.ref(gate)
         self._reducer = weakref.ref(reducer)
-        self._module = weakref.ref(module)
+        self._replica = weakref.ref(replica)
         self._managed = managed
         self._ignored = ignored
         self._refuses = refuses
         self._closed = False
         self._stepping: set[int] = set()  # ids of optimizers; one may step inside another's step
-        _remove_closed_guards()
-        self._handles = (
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        )
+        self._unjudged: set[int] = set()  # of those, the ones that have not run the closure they were given
+        _guards.add(self)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What the replica has wrapped now: it may be given another module, such as a compiled one."""
+        replica = self._replica()
+        return None if replica is None else replica.get_submodule("module")
 
     def close(self) -> None:
-        """Look no more. The hook itself is removed when the next guard is made: a replica may be collected while some
-        optimizer steps, which is when torch walks through the hooks."""
+        """Look no more."""
         self._closed = True
+        _guards.remove(self)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._stepping.discard(id(optimizer))  # of one that failed in its step and is gone
-        reducer, module = self._reducer(), self._module()
-        if reducer is None or module is None or self._closed:
-            return
-        params = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        self._unjudged.discard(id(optimizer))
+        reducer = self._reducer()
+        if reducer is None or self._closed:
+            return None
+        if not _has_closure(args, kwargs):
+            if self._judge(optimizer):
+                self._stamp_begin(optimizer, reducer)
+            return None
+        if any(id(p) in self._managed for group in optimizer.param_groups for p in group["params"]):
+            self._refuse_in_backward(reducer)
+            self._stamp_begin(optimizer, reducer)
+        self._unjudged.add(id(optimizer))
+        return _with_closure(args, kwargs, functools.partial(self._judge, optimizer))
+
+    def _judge(self, optimizer: Optimizer) -> bool:
+        """Refuse a step on gradients that were not reduced. Returns whether the step changes this replica.
+
+        The closure of a step makes gradients, and may complete an accumulation, so a step that has one is judged when
+        the closure returns, each time.
+        """
+        self._unjudged.discard(id(optimizer))
+        reducer = self._reducer()
+        if reducer is None or self._replica() is None or self._closed:
+            return False
         refuses = self._refuses and not reducer.ledger.local_steps
-        if refuses:
-            self._refuse_unmanaged(module, params)
-        if not any(param in self._managed for param in params):
-            return
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        managed = self._managed
+        foreign = [p for p in params if id(p) not in managed and p.grad is not None]
+        if refuses and foreign:
+            self._refuse_unmanaged(foreign)
+        if not any(id(p) in managed for p in params):
+            return False
         if reducer.on_finished is not None:
             reducer.on_finished()
-        if reducer.in_backward:
-            if not reducer.optimizes_in_backward:
-                raise UnreducedGradients(IN_BACKWARD)
-            return
+        if self._refuse_in_backward(reducer):
+            return False
         if reducer.lanes is not None and reducer.lanes.under_way:
             raise UnreducedGradients(
                 f"the optimizer steps though only {reducer.lanes.run} of the {len(reducer.lanes.mine)} lanes of this "
@@ -86,56 +116,120 @@ class StepGuard:
             )
         if reducer.others_wait():
             logger.warning(JOINED, reducer.transport.rank)
-            reducer.reduce_now()
+            reduce_now(reducer)
         if refuses:
-            names = reducer.ledger.unreduced(reducer.set.slots, params, syncs=reducer.sync_on)
+            ids = {id(p) for p in params}
+            names = reducer.ledger.unreduced(reducer.set.slots, ids, syncs=reducer.sync_on)
             if names:
                 raise UnreducedGradients(_message(names))
         reducer.ledger.stepped()
+        reducer.ledger.begin_update(id(optimizer))
         if reducer.oversight is not None:
             reducer.oversight.note_optimizer(optimizer, local=reducer.ledger.local_steps > 0)
-        self._stamp_begin(optimizer, reducer)
+        if (gate := self._gate()) is not None:
+            gate.close(optimizer, params)
+        return True
+
+    def _refuse_in_backward(self, reducer: Reducer) -> bool:
+        """Whether a backward runs, of the kind that an optimizer may step in."""
+        if reducer.in_backward and not reducer.optimizes_in_backward:
+            raise UnreducedGradients(IN_BACKWARD)
+        return reducer.in_backward
 
     def _stamp_begin(self, optimizer: Optimizer, reducer: Reducer) -> None:
-        if not torch.compiler.is_dynamo_compiling():  # it cannot trace a clock, and warns
-            self._stepping.add(id(optimizer))
-            reducer.trace.stamp(Moment.OPTIMIZER_BEGIN, reducer.reductions)
+        self._stepping.add(id(optimizer))
+        reducer.trace.stamp(Moment.OPTIMIZER_BEGIN, reducer.reductions)
+        own_progress().note(Phase.OPTIMIZER)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling() and id(optimizer) in self._stepping:
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._unjudged:  # it never called its closure: too late to refuse, but no drift in silence
+            self._judge(optimizer)
+        if id(optimizer) in self._stepping:
+            if (gate := self._gate()) is not None:
+                gate.open(optimizer)
             self._stepping.discard(id(optimizer))
             if (reducer := self._reducer()) is not None:
+                reducer.ledger.end_update(id(optimizer))
                 reducer.trace.stamp(Moment.OPTIMIZER_END, reducer.reductions)
+            if not self._stepping:  # one that steps inside another is no step of its own
+                own_progress().stepped()
 
-    def _refuse_unmanaged(self, module: nn.Module, params: dict[int, torch.Tensor]) -> None:
+    def _refuse_unmanaged(self, params: list[torch.Tensor]) -> None:
         """Parameters that came, or were unfrozen, after wrapping: nobody reduces their gradients."""
-        unmanaged = [p for key, p in params.items() if key not in self._managed and p.grad is not None]
-        if unmanaged:
-            names = {id(p): name for name, p in module.named_parameters() if name not in self._ignored}
-            found = [names[id(p)] for p in unmanaged if id(p) in names]
-            if found:
-                raise UnreducedGradients(
-                    f"{_listed(found)} became trainable, or took another parameter's place, after wrapping, so no one "
-                    f"reduces the gradients; wrap the module again after such a change, or pass guard=False"
-                )
+        module = self.module
+        named = () if module is None else module.named_parameters()
+        names = {id(p): name for name, p in named if name not in self._ignored}
+        found = [names[id(p)] for p in params if id(p) in names]
+        if found:
+            raise UnreducedGradients(
+                f"{_listed(found)} became trainable, or took another parameter's place, after wrapping, so no one "
+                f"reduces the gradients; wrap the module again after such a change, or pass guard=False"
+            )
 
 
-def _remove_closed_guards() -> None:
-    for hook in list(_global_optimizer_pre_hooks.values()):
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, StepGuard) and owner._closed:
-            for handle in owner._handles:
-                handle.remove()
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    return callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
+
+
+def _with_closure(args: Any, kwargs: Any, then: Callable[[], object]) -> tuple[Any, Any]:
+    """The arguments of an optimizer's step, with a closure that calls `then` before it returns."""
+    given = kwargs["closure"] if "closure" in kwargs else args[1]
+
+    @functools.wraps(given)
+    def closure(*inputs: Any, **named: Any) -> Any:
+        result = given(*inputs, **named)
+        then()
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
+
+
+class _Guards:
+    """The guards of all replicas of this process: the one list of them.
+
+    torch walks through its own list of hooks whenever some optimizer steps. Replicas come and go meanwhile, on other
+    threads and by garbage collection, so torch's list holds one hook of ours for the life of the process, and this list
+    is replaced and never changed.
+    """
+
+    def __init__(self) -> None:
+        self._all: tuple[StepGuard, ...] = ()
+        self._lock = threading.Lock()
+        self._hooked = False
+
+    def add(self, guard: StepGuard) -> None:
+        with self._lock:
+            self._all = (*self._all, guard)
+            if not self._hooked:
+                register_optimizer_step_pre_hook(self.before_step)
+                register_optimizer_step_post_hook(self.after_step)
+                self._hooked = True
+
+    def remove(self, guard: StepGuard) -> None:
+        # Without the lock: a replica may be collected while this thread holds it.
+        self._all = tuple(other for other in self._all if other is not guard)
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        for guard in self._all:
+            args, kwargs = guard.before_step(optimizer, args, kwargs) or (args, kwargs)
+        return args, kwargs
+
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for guard in self._all:
+            guard.after_step(optimizer, args, kwargs)
+
+    def live(self) -> list[StepGuard]:
+        return [guard for guard in self._all if not guard._closed]
+
+
+_guards = _Guards()
 
 
 def live_replicas() -> list[tuple[nn.Module, Reducer]]:
-    """The modules that are wrapped in this process, oldest first, each with its reducer.
-
-    Every replica has a guard among torch's hooks, so nobody else has to keep a list.
-    """
-    owners = [getattr(hook, "__self__", None) for hook in list(_global_optimizer_pre_hooks.values())]
-    guards = [owner for owner in owners if isinstance(owner, StepGuard) and not owner._closed]
-    found = [(guard._module(), guard._reducer()) for guard in guards]
+    """The modules that are wrapped in this process, oldest first, each with its reducer."""
+    found = [(guard.module, guard._reducer()) for guard in _guards.live()]
     return [(module, reducer) for module, reducer in found if module is not None and reducer is not None]
 
 

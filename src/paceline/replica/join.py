@@ -4,6 +4,8 @@ from typing import Any
 
 from torch.distributed.algorithms.join import JoinHook
 
+from paceline.reducer.taking_part import shadow
+
 
 class ReplicaJoinHook(JoinHook):
     """What a rank without data does, in the order in which the others do it in one step."""
@@ -18,7 +20,7 @@ class ReplicaJoinHook(JoinHook):
         syncs = replica._check_global_requires_backward_grad_sync(is_joined_rank=True)
         replica.require_forward_param_sync = syncs
         if syncs:
-            replica._core.shadow()
+            shadow(replica._core)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._replica._sync_final_model(is_last_joiner)

@@ -82,6 +82,10 @@ class LaneBuffers:
         """What buffers were when the step began."""
         return [(name, self._before[name].value) for name in self._names if name in self._before]
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there was such a buffer when the step began."""
+        return name in self._before
+
     def now(self, name: str) -> torch.Tensor:
         """What one of them was when the step began, of which no lane has run yet. A large one is looked at again: a
         fault of the memory counts no version."""
@@ -124,7 +128,9 @@ class LaneBuffers:
         """All lanes of all ranks have run: give the buffers their new values. All ranks call it."""
         if not self._names:
             return
-        flags = torch.tensor([2 * (n in self._unfit) or n in self._after for n in self._names], dtype=torch.int32)
+        flags = torch.tensor(
+            [2 * (n in self._unfit) or n in self._after for n in self._names], dtype=torch.int32, device="cpu"
+        )
         if transport.size > 1:
             work = transport.all_reduce(flags, Op.MAX)
             finish(work, what="which buffers have changed", watch=transport.watch, timeout_s=timeout_s)

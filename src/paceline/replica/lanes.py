@@ -156,7 +156,7 @@ class LaneLoop:
         slots = () if core.optimizes_in_backward or not core.ledger.reductions else core.set.slots
         if slots and (core.uses is None or any(core.uses)) and all(slot.param.grad is None for slot in slots):
             self._warn(NO_GRADIENTS, loop.step)
-        self.buffers.end(core.transport, core.settings.timeout_s)
+        self.buffers.end(core.transport, core.group.timeout_s)
 
     # ---- a loop that was left
 

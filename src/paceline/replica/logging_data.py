@@ -62,10 +62,10 @@ class TorchLogger:
 
     def data(self, replica: "TorchSurface") -> dict[str, Any]:
         core, settings = replica._core, replica._settings
-        metas = core.layout.params
+        metas = core.set.layout.params
         backend = _backend_name(replica.process_group)
         env = _ENV_OF_ALL | (_ENV_OF_GLOO if "gloo" in backend else {})
-        sizes = [sum(metas[place.param].nbytes for place in spec.slots) for spec in core.layout.buckets]
+        sizes = [sum(metas[place.param].nbytes for place in spec.slots) for spec in core.set.layout.buckets]
         data: dict[str, Any] = {
             "world_size": core.transport.size,
             "rank": core.transport.rank,
@@ -97,7 +97,7 @@ class TorchLogger:
                 "rebuilt_bucket_sizes": data["bucket_sizes"],
                 "prev_iteration_grad_ready_order_indices": ", ".join(map(str, core.ready_order)),
                 "rebuilt_per_bucket_param_indices": ", ".join(
-                    " ".join(str(place.param) for place in spec.slots) for spec in core.layout.buckets
+                    " ".join(str(place.param) for place in spec.slots) for spec in core.set.layout.buckets
                 ),
             }
         if core.last_error is not None:
@@ -122,10 +122,11 @@ def _times(stamps: list[Stamp]) -> dict[str, int]:
             forward_begin = forward_begin or stamp.ns
         elif stamp.backward == last:
             at.setdefault(stamp.moment, []).append(stamp.ns)
-    if Moment.BACKWARD_END not in at or Moment.WAIT_LEFT not in at:
+    if not at.keys() >= {Moment.BACKWARD_BEGIN, Moment.BACKWARD_END, Moment.LAUNCHED, Moment.WAIT_LEFT}:
         return {}
     begin, end = at[Moment.BACKWARD_BEGIN][0], at[Moment.BACKWARD_END][0]
     comm_begin, comm_end = at[Moment.LAUNCHED][0], at[Moment.WAIT_LEFT][-1]
+    forward_begin = forward_begin or begin  # not known of a step with more micros than the trace holds
     return {
         "forward_compute_time": begin - forward_begin,
         "backward_compute_time": end - begin,

@@ -5,9 +5,9 @@ All ranks must hold it still. A rank whose process was replaced does not: there 
 What an interrupt leaves behind
 -------------------------------
 Ranks that are stopped at any time stand in different places: one in the reduction of a step, the next one still in its
-forward, or already past the optimizer's update. Gradients that were under way are dropped on all of them. Where one has
-stepped and another has not, they differ by a step; the majority's parameters and optimizer state are then taken by all,
-or rank 0's where there is no majority, and a line says so.
+forward, in the middle of the optimizer's update, or already past it. Gradients that were under way are dropped on all
+of them. Where they differ, all take everything from one rank that is between two updates, of those that have made the
+most, and a line says so: see `Overseer.make_equal`.
 """
 
 import gc
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from paceline.reducer.leaving import give_up, move_to
+from paceline.reducer.leaving import begin_anew, give_up
 from paceline.replica.agreement import Overseer
 from paceline.strategies.lane_sum import LaneSum
 
@@ -46,28 +46,33 @@ def rejoin(replica: Any) -> None:
     give_up(replica._core)
     if replica._lane_count is not None:
         replica._lane_loop.begin_anew()
-    replica._transport.close()
-    replica._join_world(replica._transport_choice, None, None)
+    replica._move_to_group(None)
     replica._check_same_model("broadcast")
-    base = replica._transport
+    move(replica)
     overseer = replica._core.oversight
     if isinstance(overseer, Overseer):
-        overseer.begin_anew(base)
-        overseer.make_equal(root=0)
+        overseer.make_equal(replica._core.ledger)
         if replica._lane_count is not None:
             replica._lane_loop.buffers.put_back()
     else:
         replica._start_equal("broadcast", with_buffers=True)
-    move(replica)
-    if isinstance(overseer, Overseer):
-        overseer.begin_anew(replica._transport)
     replica._group_is_gone = False  # not before: who fails on the way, or is stopped again, tries again
 
 
+def join_later(replica: Any) -> None:
+    """A copy is trained for the first time: it gets a group of its own. Every rank that holds it must call it."""
+    replica._move_to_group(None)
+    replica._check_same_model("broadcast")
+    move(replica)
+    replica._joins_later = False
+
+
 def move(replica: Any) -> None:
-    """Take a transport of its own over the group that the replica is in now, and go on there."""
-    replica._take_own_transport()
+    """The replica's group has moved to other ranks: nothing that was known of the ones before is known of them."""
     core = replica._core
     if core.lanes is not None:
         core.reduction = replica._reduction = LaneSum(core.lanes.count, replica._transport, replica.device)
-    move_to(core, replica._transport)
+    begin_anew(core)
+    replica._gate.begin_anew()
+    if isinstance(core.oversight, Overseer):
+        core.oversight.begin_anew()

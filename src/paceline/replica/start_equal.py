@@ -66,16 +66,16 @@ def _unless_equal(mine: Described, what: str, transport: Transport, timeout_s: f
     """What every rank described, or None if it is the same everywhere."""
     text = json.dumps(mine, sort_keys=True).encode()
     digest = hashlib.sha256(text).digest()
-    head = torch.tensor([len(text), *digest], dtype=torch.int64)
-    heads = torch.empty(transport.size * head.numel(), dtype=torch.int64)
+    head = torch.tensor([len(text), *digest], dtype=torch.int64, device="cpu")
+    heads = torch.empty(transport.size * head.numel(), dtype=torch.int64, device="cpu")
     _wait(transport.all_gather(heads, head), what, transport, timeout_s)
     rows = heads.view(transport.size, -1).tolist()
     if all(row == rows[0] for row in rows):
         return None
     longest = max(row[0] for row in rows)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = torch.empty(transport.size * longest, dtype=torch.uint8)
+    texts = torch.empty(transport.size * longest, dtype=torch.uint8, device="cpu")
     _wait(transport.all_gather(texts, padded), what, transport, timeout_s)
     return [
         json.loads(bytes(texts[rank * longest : rank * longest + row[0]].tolist())) for rank, row in enumerate(rows)
@@ -143,8 +143,8 @@ def verify_values(named: Sequence[tuple[str, torch.Tensor]], transport: Transpor
             if not _same(a, b):
                 first, differing = min(first, index), differing + 1
                 largest = _worst([largest, _largest_difference(a, b)])
-    mine = torch.tensor([float(first), largest, float(differing)], dtype=torch.float64)
-    every = torch.empty(transport.size * 3, dtype=torch.float64)
+    mine = torch.tensor([float(first), largest, float(differing)], dtype=torch.float64, device="cpu")
+    every = torch.empty(transport.size * 3, dtype=torch.float64, device="cpu")
     _wait(transport.all_gather(every, mine), "the comparison of parameters", transport, timeout_s)
     rows = every.view(transport.size, 3).tolist()
     ranks = [rank for rank, row in enumerate(rows) if row[2] > 0]

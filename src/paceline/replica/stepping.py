@@ -8,7 +8,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.reducer import lane_step
-from paceline.reducer.agreement import Vote
+from paceline.reducer.report import Vote
+from paceline.reducer.taking_part import reduce_now, skip
 from paceline.reducer.weighting import hold_weighted
 from paceline.replica import arguments, rejoin
 from paceline.replica.lanes import LaneLoop, Micro, step_of
@@ -33,7 +34,7 @@ class Stepping(TorchSurface):
             return
         reduced = self._settings.overlap and core.ledger.reductions and not core.ledger.window_open
         if core.sync_on and (not reduced or core.others_wait()):
-            core.reduce_now()
+            reduce_now(core, by_hand=True)
 
     # ---- when to reduce
 
@@ -151,7 +152,7 @@ class Stepping(TorchSurface):
             return
         if not core.ledger.forwards_pending and self._check_sync_bufs_pre_fwd():
             self._sync_buffers()  # as the forward of the others does
-        core.skip()
+        skip(core)
         self.require_forward_param_sync = True
 
     def vote(self, *, stop: bool = False, save: bool = False, exhausted: bool = False) -> None:

@@ -8,7 +8,9 @@ are, so that none runs by accident.
 import copy
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from paceline.collectives.api import Op, Transport
+from paceline.collectives.group import Group
 from paceline.collectives.reduction import GradBucket, Reduction
 from paceline.collectives.wait import FutureWork, finish
 from paceline.errors import IllegalMove, UsageError
@@ -38,34 +41,41 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         _core: Reducer
         logger: TorchLogger
         static_graph: bool
-        _transport_choice: str
-        _transport: Transport
+        _transport_choice: str | None  # None: a Transport was given
+        _group: Group
         _settings: ReducerSettings
         _reduction: Reduction
         _managed: arguments.Managed
         _lane_count: int | None
 
     _group_is_gone = False  # see rejoin.py
+    _joins_later = False  # a copy that has not been trained yet
 
     if TYPE_CHECKING:
 
         def _build(self) -> None: ...
         def _manage(self, device_ids: Any, output_device: Any) -> None: ...
-        def _join_world(self, transport: Any, process_group: Any, device_mesh: Any) -> None: ...
-        def _take_own_transport(self) -> None: ...
+        def _shared_transport(self, process_group: Any, device_mesh: Any) -> Transport: ...
+        def _move_to_group(self, process_group: Any) -> None: ...
+
+    @property
+    def _transport(self) -> Transport:
+        return self._group.transport
 
     def _init_torch_attributes(self, module: nn.Module, check_reduction: bool, delayed: Iterable[Any]) -> None:
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delay_all_reduce_params = [param for _, param in delayed]
-        # Importing dynamo takes a second; where it was not imported, no one can have chosen the mode.
-        dynamo = sys.modules.get("torch._dynamo")
-        self._use_python_reducer = dynamo is not None and dynamo.utils.get_optimize_ddp_mode() == "python_reducer"
+        # Importing dynamo takes a second; where it was not imported, or another thread is about to, no one can have
+        # chosen the mode.
+        mode = getattr(sys.modules.get("torch._dynamo.utils"), "get_optimize_ddp_mode", None)
+        self._use_python_reducer = mode is not None and mode() == "python_reducer"
         self._python_reducer_syncs = True
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = start_equal.CHUNK_BYTES
         self.use_side_stream_for_tensor_copies = True
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
+        self._delay_all_reduce_all_params = False  # asked by torch's forward
         self._divide_by_initial_world_size = True
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._accum_grad_hooks: list[Any] = []
@@ -122,25 +132,56 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     def _has_rebuilt_buckets(self) -> bool:
         return self._core.planning.order_learned
 
+    # ---- torch 2.15 can leave the end of a backward to the caller; here backward ends it, always
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self._check_manual_backward_finalization_supported()
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        return False
+
+    def finalize_backward(self) -> None:
+        self._check_manual_backward_finalization_supported()
+
+    def _check_manual_backward_finalization_supported(self) -> None:
+        raise UsageError(
+            "paceline ends the reduction inside backward and cannot leave that to the caller; to reduce at a moment of "
+            "your own, run backward inside no_sync() and call sync_gradients()"
+        )
+
     # ---- copies and pickles: without what belongs to this process
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_with_transport("cannot be copied or pickled")
         self._check_default_group()
         attrs = copy.copy(self.__dict__)
-        made_anew = ("process_group", "reducer", "logger", "_core", "_closing", "_transport", "_managed")
+        attrs["_timeout_s"] = self._group.timeout_s
+        made_anew = ("process_group", "reducer", "logger", "_core", "_closing", "_group", "_managed", "_gate")
         for name in (*made_anew, "_lane_loop", "_capsules"):
             attrs.pop(name, None)
         return attrs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        timeout_s = state.pop("_timeout_s")
         nn.Module.__setstate__(self, state)
         self.__dict__.pop("broadcast_buffers", None)
         self.logger = TorchLogger()
-        self._join_world(self._transport_choice, None, None)
+        # A rank may make a copy for itself alone, such as an average of weights that is only evaluated. So a copy has
+        # no group of its own until it is trained, which all ranks do: see rejoin.py.
+        self._group = Group(self._shared_transport(None, None), timeout_s)
+        self._joins_later = not self._group.transport.alone
+        weakref.finalize(self, self._group.close)
         self._manage(self.device_ids, self.output_device)
         self._build()
         if self.static_graph:
-            self._core.set_static_graph()
+            self._core.settings = replace(self._core.settings, static_graph=True)
 
     # ---- communication hooks
 
@@ -193,15 +234,23 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
                 )
                 self._core.last_error = message
                 raise IllegalMove(message)
-            self._core.set_static_graph()
+            self._core.settings = replace(self._core.settings, static_graph=True)
         self.static_graph = True
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on in another group; the next reduction learns the order of gradients again."""
+        self._refuse_with_transport("cannot move to another process group")
         self._core.abandon()
         if new_process_group != dist.GroupMember.NON_GROUP_MEMBER:
-            self._join_world(getattr(self, "_transport_choice", "auto"), new_process_group, None)
+            self._move_to_group(new_process_group)
             rejoin.move(self)
+
+    def _refuse_with_transport(self, what: str) -> None:
+        if self._transport_choice is None:
+            raise IllegalMove(
+                f"a replica that was given a Transport object {what}, because only its maker could make another one; "
+                f'wrap with a name, such as transport="torch", or wrap the bare module anew'
+            )
 
     def _remove_autograd_hooks(self) -> None:
         self._core.close()
@@ -217,7 +266,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        start_equal.broadcast_values(tensors, self._transport, self._settings.timeout_s, root=authoritative_rank)
+        start_equal.broadcast_values(tensors, self._transport, self._group.timeout_s, root=authoritative_rank)
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
         """The largest rank for which `rank_cond` holds."""
@@ -230,7 +279,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
         """Inside join(): whether the ranks that still have data reduce in this step."""
         wants = 0.0 if is_joined_rank or not self.require_backward_grad_sync else 1.0
-        flag = torch.full((1,), wants, device=self.device)
+        flag = torch.full((1,), wants, dtype=torch.float32, device=self.device)
         self._finish(self._transport.all_reduce(flag), "the choice to reduce inside join()")
         return bool(flag.item() != 0)
 
@@ -239,7 +288,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         tensors: list[torch.Tensor] = list(self._module_parameters)
         if self.forward_sync_buffers:
             tensors += [b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
-        start_equal.broadcast_values(tensors, self._transport, self._settings.timeout_s, root=root)
+        start_equal.broadcast_values(tensors, self._transport, self._group.timeout_s, root=root)
 
     def join_hook(self, **kwargs: Any) -> ReplicaJoinHook:
         """What a rank does after it has run out of data. As torch's `join_hook`."""
@@ -275,7 +324,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         return inputs, kwargs
 
     def _finish(self, work: Any, what: str) -> None:
-        finish(work, what=what, watch=self._transport.watch, timeout_s=self._settings.timeout_s)
+        self._group.wait(work, what)
 
     # ---- torch.compile with optimize_ddp="python_reducer"
 
@@ -321,9 +370,9 @@ class TorchReducer:
 
     def _get_local_used_map(self) -> torch.Tensor:
         """On how many ranks each parameter took part in the last reduction."""
-        count = len(self._core.layout.params)
+        count = len(self._core.set.layout.params)
         uses = self._core.uses or [self._core.transport.size] * count
-        return torch.tensor(uses, dtype=torch.int32, device=self._core.layout.params[0].device)
+        return torch.tensor(uses, dtype=torch.int32, device=self._core.set.layout.params[0].device)
 
     def _install_post_backward_futures(self, futures: "list[torch.futures.Future[Any]]") -> None:
         self._core.after_backward.extend(futures)

@@ -8,7 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paceline.collectives.peers import post_end
 from paceline.errors import IllegalMove, UsageError, WorldNotFormed
+from paceline.progress import own_progress
 from paceline.start.meet import meet
 from paceline.world import World
 
@@ -49,6 +51,7 @@ def init(
     if not formed:
         # All that can be refused has been: from here on others may wait for this rank.
         _form(world, backend or _default_backend(chosen), timeout, chosen)
+        own_progress().note_end(lambda: not dist.is_initialized())
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return replace(world, device_name=str(chosen))
@@ -66,6 +69,7 @@ def _leave_store() -> None:
     store = dist.distributed_c10d._get_default_store()
     deadline = time.monotonic() + LEAVE_S
     try:
+        post_end(store, dist.get_rank(), dist.get_world_size())
         left = store.add("paceline left", 1)
         while dist.get_rank() == 0 and left < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -148,7 +152,7 @@ def _form(world: World, backend: str, timeout: float, device: torch.device) -> N
             f"rank {world.rank}: all {world.size} ranks arrived, but the {backend!r} group could not connect "
             f"within {left:.0f} s: {error}; see whether a rank died meanwhile, and whether ranks can reach each other"
         ) from error
-    _use_default_timeout(backend)
+    use_default_timeout(backend)
 
 
 def _forget_failed_group() -> None:
@@ -159,11 +163,12 @@ def _forget_failed_group() -> None:
     dist.destroy_process_group()
 
 
-def _use_default_timeout(backend: str) -> None:
-    # The timeout above was for forming the group; collectives get torch's own default.
+def use_default_timeout(backend: str) -> None:
+    """Once a group is formed, which has a timeout of its own, its collectives get torch's default."""
     c10d = dist.distributed_c10d
+    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # public in newer torch
     if "gloo" in backend or "nccl" in backend:
-        c10d._set_pg_timeout(c10d._get_default_timeout(dist.Backend(backend)))
+        set_timeout(c10d._get_default_timeout(dist.Backend(backend)))
 
 
 def _formed_world(local_rank: int | None = None) -> World:

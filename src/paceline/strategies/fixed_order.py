@@ -74,4 +74,7 @@ def _reduce_rows(sparse: torch.Tensor, transport: Transport, found: list[torch.T
         block[own_places] = values
         blocks.append(block)
     summed = _mean(torch.stack(blocks), transport.size, sparse.dtype).view_as(blocks[0])
-    found.append(torch.sparse_coo_tensor(rows[None], summed, sparse.shape, check_invariants=False, is_coalesced=True))
+    whole = torch.sparse_coo_tensor(
+        rows[None], summed, sparse.shape, device=sparse.device, check_invariants=False, is_coalesced=True
+    )
+    found.append(whole)

@@ -128,10 +128,10 @@ class PowerSGD:
         """Equal on all ranks: random, or that of the last step."""
         known, full = matrix.known, matrix.full
         shape = (full.shape[1], matrix.columns)
-        generator = torch.Generator()
+        generator = torch.Generator(device="cpu")
         step = 0 if self.warm_start else known.steps
         generator.manual_seed((self.seed * 1_000_003 + known.number) * 1_000_003 + step)
-        fresh = torch.randn(shape, generator=generator).to(full)
+        fresh = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(full)
         if known.q is None or known.q.shape != shape:
             return fresh
         return fresh_where_lost(known.q.to(full), fresh)

@@ -21,6 +21,7 @@ def main(folder: RunFolder) -> None:
 
     from paceline.train.loop import run_rank
 
+    config = config.settled(on_gpu=config.device != "cpu" and torch.cuda.is_available())
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(config.threads or (1 if config.lanes else max(1, share)))  # lanes: the same in every world
     run_rank(config, folder)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
+from paceline.errors import ReplicaDrift
 from paceline.kernels import differences, kernel_settings
 from paceline.tell import tell
 from paceline.train.run import Run
@@ -13,15 +14,21 @@ from paceline.train.schedule import jump_at
 
 
 def save(run: Run) -> None:
-    """All ranks call it after the same step."""
-    saved = run.checkpoints.save(
-        run.step,
-        model=run.net,
-        optimizer=run.optimizer,
-        loader=run.loader,
-        tokenizer=run.text.tokenizer.digest(),
-        kernels=kernels_of(run),
-    )
+    """All ranks call it after the same step. Raises ReplicaDrift, and saves nothing, if their states differ."""
+    try:
+        saved = run.checkpoints.save(
+            run.step,
+            model=run.net,
+            optimizer=run.optimizer,
+            loader=run.loader,
+            tokenizer=run.text.tokenizer.digest(),
+            kernels=kernels_of(run),
+        )
+    except ReplicaDrift as error:
+        if run.config.on_drift == "raise" or run.step == run.config.steps:
+            raise
+        tell("trouble", text=f"step {run.step:5d}   checkpoint NOT saved: {error}")  # it is healed in a later step
+        return
     run.saved_at = run.step
     run.record.blocked.append(saved.blocked_s)
     tell("saved", step=run.step, blocked_s=saved.blocked_s, problem=str(saved.problem) if saved.problem else "")
@@ -33,13 +40,13 @@ def named(path: Path) -> Path:
 
 
 def resume(run: Run) -> None:
-    """Take up the newest checkpoint of the run, or the one that was asked for, if there is one."""
+    """Take up the newest checkpoint that ranks have compared, or the one that was asked for, if there is one."""
     config = run.config
     # What --resume says is for the first attempt; a restart goes on from what this run has saved.
     wish = "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else config.resume
     if wish == "never":
         return
-    wanted = "latest" if wish == "auto" else named(Path(wish))
+    wanted = "compared" if wish == "auto" else named(Path(wish))
     try:
         found = run.checkpoints.load(wanted, model=run.net, optimizer=run.optimizer, loader=run.loader)
     except paceline.NoCheckpoint as error:

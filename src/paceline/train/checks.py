@@ -89,7 +89,7 @@ def gradient_difference(net: nn.Module, batch: Sample) -> float:
     alone(tokens, targets).backward()
     pairs = zip(alone.parameters(), shared.parameters(), strict=True)
     largest = max(float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None)
-    return float(paceline.all_reduce(torch.tensor(largest, dtype=torch.float64), "max"))
+    return float(paceline.all_reduce(torch.tensor(largest, dtype=torch.float64, device="cpu"), "max"))
 
 
 def _copy(net: nn.Module) -> nn.Module:

@@ -8,9 +8,10 @@ from paceline.train.evaluate import held_out_loss, write_sample
 from paceline.train.origin import origin
 from paceline.train.report import write_picture, write_report
 from paceline.train.run import Run
+from paceline.train.speed import utilisation
 
 MEASURED = (
-    *("tokens_per_second", "step_seconds", "exposed_seconds", "overlap"),
+    *("tokens_per_second", "mfu", "step_seconds", "exposed_seconds", "overlap"),
     *("gradient_difference", "memory_planned", "memory_measured"),
 )
 
@@ -49,6 +50,8 @@ def result_of(run: Run, held_out: float | None) -> dict[str, object]:
     record, config = run.record, run.config
     step_s = _median(record.seconds[1:] or record.seconds)  # the first one warms up
     tokens = config.samples_of_step(run.world.size) * config.shape.context
+    speed = tokens / step_s if step_s else None
+    parameters = sum(param.numel() for param in run.net.parameters())
     losses = [line["loss"] for line in run.folder.metrics() if "loss" in line]
     found = {
         "steps": run.step,
@@ -60,8 +63,10 @@ def result_of(run: Run, held_out: float | None) -> dict[str, object]:
         "final_loss": losses[-1] if losses else None,
         "held_out_loss": held_out,
         "held_out_per_byte": None if held_out is None else held_out / run.text.bytes_per_token,
-        "parameters": sum(param.numel() for param in run.net.parameters()),
-        "tokens_per_second": tokens / step_s if step_s else None,
+        "parameters": parameters,
+        "tokens_per_second": speed,
+        "tokens_per_step": tokens,
+        "mfu": utilisation(speed, parameters, config.shape, run.device, run.world.size),
         "step_seconds": step_s,
         "exposed_seconds": _median(record.exposed),
         "overlap": _median(record.overlaps),

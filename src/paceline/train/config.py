@@ -28,7 +28,7 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "context": (0, 1_000_000),
     "steps": (1, None),
     "lanes": (0, 4096),
-    "batch": (1, None),
+    "batch": (0, None),
     "accumulate": (1, 100_000),
     "learning_rate": (0.0, 10.0),
     "final_rate": (0.0, 1.0),
@@ -48,6 +48,8 @@ BOUNDS: dict[str, tuple[float, float | None]] = {
     "max_restarts": (0, 1000),
     "check_every": (0, None),
 }
+GPU_TOKENS = 16384  # of one microbatch on a GPU, if nothing else is said
+GPU_ACTIVATIONS = 300_000_000  # elements of them, at most
 NOT_FINITE_EXIT = 3  # gradients were not finite in too many steps in a row
 
 
@@ -70,7 +72,7 @@ class TrainConfig:
     context: int = option(0, "tokens of one sample, instead of the size's own")
     steps: int = option(640, "optimizer steps")
     lanes: int = option(8, "parts of a global batch; any number of ranks up to it gives the same bits; 0: one per rank")
-    batch: int = option(2, "samples of one micro of one lane, or of one rank without lanes")
+    batch: int = option(0, "samples of one microbatch of a lane, or of a rank without lanes; 0: 2, or what fills a GPU")
     accumulate: int = option(1, "micros of one lane in one step")
     learning_rate: float = option(3e-3, "highest rate of AdamW")
     final_rate: float = option(0.05, "the rate at the end, as a part of the highest")
@@ -128,6 +130,21 @@ class TrainConfig:
         """The model's shape: the size's, with what was given explicitly in its place."""
         given = {name: getattr(self, name) for name in ("layers", "width", "heads", "context")}
         return replace(SIZES[self.size], **{name: value for name, value in given.items() if value})
+
+    def settled(self, *, on_gpu: bool) -> "TrainConfig":
+        """With a batch for where it runs, if none was given.
+
+        A GPU needs some thousand tokens at once to be busy, and its memory bounds them: activations take about 34 bytes
+        for each token, layer and element of the width.
+        """
+        if self.batch:
+            return self
+        shape, batch = self.shape, 2
+        if on_gpu:
+            per_sample = shape.context * shape.layers * shape.width
+            while 2 * batch * shape.context <= GPU_TOKENS and 2 * batch * per_sample <= GPU_ACTIVATIONS:
+                batch *= 2
+        return replace(self, batch=batch)
 
     def samples_of_step(self, ranks: int) -> int:
         """How many samples a step takes, on all ranks together."""

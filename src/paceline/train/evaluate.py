@@ -4,6 +4,7 @@ import torch
 from torch.utils.data import default_collate
 
 import paceline
+from paceline.progress import Phase, own_progress
 from paceline.train.run import Run
 
 TEMPERATURE, LIKELIEST = 0.8, 40
@@ -19,9 +20,10 @@ def held_out_loss(run: Run) -> float:
     count = min(config.eval_samples, len(text))
     chosen = [index * len(text) // count for index in range(count)]
     micros = [chosen[begin : begin + config.batch] for begin in range(0, count, config.batch)]
-    losses = torch.zeros(len(micros), dtype=torch.float64)
+    losses = torch.zeros(len(micros), dtype=torch.float64, device="cpu")
     run.net.eval()
     for number in range(run.world.rank, len(micros), run.world.size):
+        own_progress().note(Phase.EVALUATE)  # the replica is not asked, so it cannot say so
         tokens, targets = default_collate([text[index] for index in micros[number]])
         with torch.autocast(run.device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
             loss = run.net(tokens.to(run.device), targets.to(run.device))
@@ -35,10 +37,11 @@ def held_out_loss(run: Run) -> float:
 def write_sample(run: Run) -> str:
     """What the model goes on with after a few words of held-out text."""
     context = run.config.shape.context
-    source = torch.Generator().manual_seed(run.config.seed)
+    source = torch.Generator(device="cpu").manual_seed(run.config.seed)
     tokens: list[int] = run.text.held_out[len(run.text.held_out) // 2][0][: min(32, context // 2)].tolist()
     run.net.eval()
     for _ in range(run.config.sample):
+        own_progress().note(Phase.EVALUATE)
         logits = run.net(torch.tensor([tokens[-context:]], device=run.device))[0, -1].float().cpu()
         best = (logits / TEMPERATURE).topk(min(LIKELIEST, len(logits)))
         tokens.append(int(best.indices[int(torch.multinomial(best.values.softmax(0), 1, generator=source))]))

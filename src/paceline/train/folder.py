@@ -1,15 +1,15 @@
 """The folder of one run, and the files in it. Needs no torch."""
 
-import fcntl
 import json
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from paceline.errors import UsageError
+from paceline.stored.directory import DirectoryLock, make_directory
 from paceline.train.config import TrainConfig, build, from_toml, to_toml
 
 
@@ -26,7 +26,7 @@ class RunFolder:
         self.weights_file = path / "weights.safetensors"
         self.checkpoints = path / "checkpoints"
         self.capsules = path / "capsules"  # of steps that went wrong
-        self._held: TextIO | None = None
+        self._lock = DirectoryLock(path)
 
     @classmethod
     def prepare(cls, config: TrainConfig) -> "RunFolder":
@@ -39,30 +39,23 @@ class RunFolder:
         elif folder.path.exists() and any(folder.path.iterdir()):
             raise UsageError(f"out={str(folder.path)!r} is not empty and holds no run; expected a new or empty folder")
         try:
-            folder.checkpoints.mkdir(parents=True, exist_ok=True)
-            folder._lock()
+            make_directory(folder.checkpoints)
+            folder._own()
             _replace(folder.config_file, to_toml(folder._with_schedule(config)))
         except OSError as error:
             raise UsageError(f"the run's folder {folder.path} cannot be written: {error.strerror}") from error
         return folder
 
-    def _lock(self) -> None:
+    def _own(self) -> None:
         """Keep others from training in the same folder, for as long as this launcher lives."""
-        held = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held.close()
+        if holder := self._lock.acquire():
             raise UsageError(
-                f"another `paceline train` is at work in {self.path}; give another --out, or wait"
-            ) from None
-        self._held = held
+                f"another `paceline train` is at work in {self.path} ({holder}); give another --out, or wait"
+            )
 
     def release(self) -> None:
         """Let others train here."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        self._lock.release()
 
     def config(self) -> TrainConfig:
         return build(from_toml(self.config_file))

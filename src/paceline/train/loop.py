@@ -9,7 +9,7 @@ run_lane()    forward and backward of one lane
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import NotFiniteGradients, UsageError
-from paceline.progress import Phase, Progress
+from paceline.progress import Phase, own_progress
 from paceline.tell import tell
 from paceline.train.checkpoints import resume, save
 from paceline.train.checks import Checks
@@ -27,7 +27,8 @@ from paceline.train.config import TrainConfig
 from paceline.train.evaluate import held_out_loss
 from paceline.train.folder import RunFolder
 from paceline.train.model import GPT, matrices_and_vectors
-from paceline.train.record import Record, StepNumbers
+from paceline.train.numbers import Unread, due, read_numbers
+from paceline.train.record import Record
 from paceline.train.run import Run
 from paceline.train.schedule import rate_at, set_rate
 from paceline.train.text import Sample, Text, prepare
@@ -55,7 +56,6 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
             raise NotFiniteGradients(text, ranks=error.ranks) from error
     run.checkpoints.wait()
     close_run(run, ended, time.monotonic() - began)
-    run.progress.note(Phase.DONE, run.step)
     run.record.close()
     paceline.shutdown()
 
@@ -66,31 +66,27 @@ def train(run: Run, preemption: "paceline.Preemption") -> str:
     batches = run.loader.endless()
     while run.step < config.steps:
         began = time.perf_counter()
-        run.progress.note(Phase.DATA, run.step)
+        if not run.unread:
+            run.read_at = began
+        own_progress().note(Phase.DATA, run.step)
         lanes = next_step(batches, run)
         fetched = time.perf_counter()
-        run.progress.note(Phase.FORWARD, run.step)
+        asks = asked(preemption)
+        run.model.vote(stop=asks[0], save=asks[1])
         losses, norm = step_once(run, lanes)
         run.loader.commit(step=run.step)
-        mean_loss, stop, now = over_ranks(run, losses, *asked(preemption))
-        numbers = StepNumbers(
-            run.step,
-            mean_loss,
-            rate_at(run.step - 1, config),
-            norm,
-            seconds=time.perf_counter() - began,
-            data_s=fetched - began,
-            own_tokens=sum(tokens.numel() for micros in lanes for tokens, _ in micros),
-            tokens=config.samples_of_step(run.world.size) * config.shape.context,
-        )
-        run.record.step(numbers, run.model.trace.stamps())
-        run.checks.after_step(config, run.text)
-        if stop or now or run.checkpoints.due(run.step):
-            run.progress.note(Phase.CHECKPOINT, run.step)
-            save(run)
+        stop, now = asked_by_any(run, *asks)
+        own_tokens = sum(tokens.numel() for micros in lanes for tokens, _ in micros)
+        run.unread.append(Unread(run.step, rate_at(run.step - 1, config), losses, norm, fetched - began, own_tokens))
+        saves = stop or now or run.checkpoints.due(run.step)
         # Also when it stops here: whoever goes on begins with the step after.
-        if config.eval_every and run.step % config.eval_every == 0 and run.step < config.steps:
-            run.progress.note(Phase.EVALUATE, run.step)
+        evaluates = bool(config.eval_every) and run.step % config.eval_every == 0 and run.step < config.steps
+        if saves or evaluates or run.step == config.steps or due(run):
+            read_numbers(run)
+        run.checks.after_step(config, run.text)
+        if saves:
+            save(run)
+        if evaluates:
             loss = held_out_loss(run)
             run.record.held_out(run.step, loss, loss / run.text.bytes_per_token)
         if stop:
@@ -107,8 +103,9 @@ def next_step(batches: Iterator[Any], run: Run) -> list[list[Sample]]:
     return [[to_device(micro, run.device) for micro in micros] for micros in lanes]
 
 
-def step_once(run: Run, lanes: list[list[Sample]]) -> tuple[list[float], float]:
-    """One optimizer step. Returns the loss of each of this rank's lanes, and the norm of all gradients."""
+def step_once(run: Run, lanes: list[list[Sample]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimizer step. Returns the loss of each of this rank's lanes, and the norm of all gradients, where they are:
+    to read them would wait for the device."""
     config = run.config
     set_rate(run.optimizer, rate_at(run.step, config))
     if config.lanes:
@@ -121,7 +118,7 @@ def step_once(run: Run, lanes: list[list[Sample]]) -> tuple[list[float], float]:
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.step += 1
-    return torch.stack(losses).tolist(), float(norm)
+    return torch.stack(losses), norm
 
 
 def run_lane(run: Run, micros: list[Sample]) -> torch.Tensor:
@@ -136,21 +133,6 @@ def run_lane(run: Run, micros: list[Sample]) -> torch.Tensor:
     return total
 
 
-def over_ranks(run: Run, losses: Sequence[float], *flags: bool) -> tuple[float, bool, bool]:
-    """The mean loss of all lanes, and whether any rank was asked to stop, and to save.
-
-    The loss is the same number in every world: each lane has a place of its own in what is summed, where all other
-    ranks have zero.
-    """
-    rank, size = run.world.rank, run.world.size
-    own, count = (run.model.own_lanes, run.config.lanes) if run.config.lanes else (range(rank, rank + 1), size)
-    numbers = [0.0] * count + [float(flag) for flag in flags]
-    numbers[own.start : own.stop] = losses
-    told: list[float] = paceline.all_reduce(torch.tensor(numbers, dtype=torch.float64), "sum").tolist()
-    stop, now = told[count:]
-    return sum(told[:count]) / count, stop > 0, now > 0
-
-
 def asked(preemption: "paceline.Preemption") -> tuple[bool, bool]:
     """Whether this rank was asked to save and stop (SIGTERM), and to save and go on (SIGUSR1)."""
     stop, now = signal.SIGTERM in preemption.signals, signal.SIGUSR1 in preemption.signals
@@ -159,9 +141,19 @@ def asked(preemption: "paceline.Preemption") -> tuple[bool, bool]:
     return stop, now
 
 
+def asked_by_any(run: Run, stop: bool, now: bool) -> tuple[bool, bool]:
+    """The same of all ranks, in the same step on each. Where a GPU runs ahead of its host they hear it a step later."""
+    if run.world.size == 1:
+        return stop, now
+    votes = run.model.votes
+    return bool(votes["stop"]), bool(votes["save"])
+
+
 def to_device(sample: Sample, device: torch.device) -> Sample:
-    tokens, targets = sample
-    return tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    if device.type == "cpu":
+        return sample
+    tokens, targets = (part.pin_memory().to(device, non_blocking=True) for part in sample)
+    return tokens, targets
 
 
 # ---- the parts of a run
@@ -188,6 +180,7 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
     )
     parameters = sum(param.numel() for param in net.parameters())
     where = {"ranks": world.size, "lanes": config.lanes, "device": str(world.device)}
+    where["samples"], where["context"] = config.samples_of_step(world.size), config.shape.context
     tell("ready", **where, parameters=parameters, source=text.source)
     return Run(
         config=config,
@@ -213,7 +206,6 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
             every_seconds=config.save_seconds or None,
         ),
         record=Record(config, folder, world.rank),
-        progress=Progress.from_env(),
         checks=checks,
     )
 

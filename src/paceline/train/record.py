@@ -10,7 +10,7 @@ from paceline.tell import tell
 from paceline.trace import Stamp
 from paceline.train.config import TrainConfig
 from paceline.train.folder import RunFolder
-from paceline.train.trackers import open_trackers
+from paceline.train.trackers import Trackers, open_trackers
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Record:
         self._writes = rank == 0
         self._path = folder.metrics_file
         self._file: TextIO | None = None  # opened by the first line: a run that resumes replaces the file before it
-        self._trackers = open_trackers(config, folder.path) if self._writes else []
+        self._trackers = open_trackers(config, folder.path) if self._writes else Trackers({})
         self.seconds: list[float] = []
         self.overlaps: list[float] = []
         self.exposed: list[float] = []
@@ -75,11 +75,9 @@ class Record:
             self._file.flush()
         except OSError as error:  # such as a full disk: the training is worth more than its record
             tell("trouble", text=f"step {line['step']}: {self._path.name} cannot be written: {error.strerror}")
-        for tracker in self._trackers:
-            tracker.log({name: value for name, value in line.items() if name != "step"}, int(line["step"]))
+        self._trackers.log({name: value for name, value in line.items() if name != "step"}, int(line["step"]))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._trackers.close()

@@ -78,9 +78,9 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{result['steps']}, of which {result['own_steps']} now, in {result['seconds']:.0f} s"),
     ]
     if result["step_seconds"] is not None:
-        lines.append(
-            ("speed", f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_seconds'] * 1e3:.1f} ms a step")
-        )
+        speed = f"{result['tokens_per_second']:,.0f} tokens/s, {result['step_seconds'] * 1e3:.1f} ms a step"
+        mfu = result.get("mfu")
+        lines.append(("speed", speed if mfu is None else f"{speed}, {mfu:.0%} MFU"))
     if result["held_out_per_byte"] is not None:
         lines.insert(3, ("loss on held-out text", f"{result['held_out_per_byte']:.3f} nats per byte"))
     if result["overlap"] is not None:

@@ -1,11 +1,11 @@
 """All that a rank holds while it trains."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.progress import Progress
 from paceline.train.checks import Checks
 from paceline.train.config import TrainConfig
 from paceline.train.folder import RunFolder
@@ -15,6 +15,7 @@ from paceline.train.text import Text
 
 if TYPE_CHECKING:
     import paceline
+    from paceline.train.numbers import Unread
 
 
 @dataclass
@@ -31,12 +32,13 @@ class Run:
     loader: "paceline.Loader[Any]"  # of micros, or with lanes of lists of them
     checkpoints: "paceline.Checkpointer"
     record: Record
-    progress: Progress
     checks: Checks
     step: int = 0
     saved_at: int | None = None
     resumed_from: int | None = None
     redone: int = 0  # steps that an earlier attempt had made after the checkpoint
+    unread: "list[Unread]" = field(default_factory=list)  # steps whose numbers nobody has read
+    read_at: float = field(default_factory=time.perf_counter)  # when the last ones were read
 
     @property
     def device(self) -> torch.device:

@@ -71,7 +71,7 @@ class BPETokenizer:
     def encode(self, text: bytes) -> Tokens:
         lines = text.decode(errors="replace").splitlines(keepends=True)
         encoded = self._inner.encode_batch_fast(lines)
-        return torch.tensor([token for line in encoded for token in line.ids], dtype=torch.int32)
+        return torch.tensor([token for line in encoded for token in line.ids], dtype=torch.int32, device="cpu")
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._inner.decode(tokens))

@@ -1,14 +1,21 @@
-"""Thin adapters to experiment trackers. Each is loaded when it is asked for by name."""
+"""Thin adapters to experiment trackers. Each is loaded when it is asked for by name, and none can end the training."""
 
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from paceline.errors import UsageError
 from paceline.train.config import TrainConfig
+
+logger = logging.getLogger("paceline")
+
+T = TypeVar("T")
+FAILURES = 3  # in a row; a server that is down may hold each call for minutes
 
 
 class Tracker(Protocol):
@@ -75,9 +82,55 @@ def check_installed(config: TrainConfig) -> list[str]:
     return names
 
 
-def open_trackers(config: TrainConfig, folder: Path) -> list[Tracker]:
+class Trackers:
+    """The trackers of a run. One that raises is reported once, and dropped after FAILURES failures in a row.
+
+    `makers` are called here, by name, so that a tracker which cannot be made is handled in the same way.
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tracker]]) -> None:
+        self._living: dict[str, Tracker] = {}
+        self._failures: dict[str, int] = dict.fromkeys(makers, 0)
+        self._reported: set[str] = set()
+        for name, make in makers.items():
+            if (tracker := self._attempt(name, "could not be started", make)) is not None:
+                self._living[name] = tracker
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Give the numbers of a step to every tracker that still works."""
+        for name, tracker in list(self._living.items()):
+            self._attempt(name, f"failed at step {step}", tracker.log, numbers, step)
+            if self._failures[name] >= FAILURES:
+                del self._living[name]
+
+    def close(self) -> None:
+        """Close them all; called once, at the end of the run."""
+        for name, tracker in self._living.items():
+            self._attempt(name, "could not be closed", tracker.close)
+        self._living.clear()
+
+    def _attempt(self, name: str, what: str, call: Callable[..., T], *args: object) -> T | None:
+        try:
+            found = call(*args)
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the training is worth more
+            self._failures[name] += 1
+            if name not in self._reported:
+                self._reported.add(name)
+                logger.warning(
+                    "the tracker %s %s (%s: %s); training goes on, and what it misses is in metrics.jsonl",
+                    name,
+                    what,
+                    type(error).__name__,
+                    error,
+                )
+            return None
+        self._failures[name] = 0
+        return found
+
+
+def open_trackers(config: TrainConfig, folder: Path) -> Trackers:
     """Those that the configuration names."""
-    return [_open(name, config, folder) for name in check_installed(config)]
+    return Trackers({name: partial(_open, name, config, folder) for name in check_installed(config)})
 
 
 def _open(name: str, config: TrainConfig, folder: Path) -> Tracker:

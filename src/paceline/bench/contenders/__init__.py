@@ -1,29 +1,55 @@
 """Who takes part. Nothing here loads torch: a contender's module is imported in the contender's own processes."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from paceline.bench.checkout import sources_in
 from paceline.errors import UsageError
+
+AGAIN = " (A/A)"
 
 
 @dataclass(frozen=True, slots=True)
 class ContenderName:
-    """`name` or `name:key=value:key=value`: a contender, with arguments for what it wraps the model in."""
+    """`name@PATH:key=value:key=value`: a contender, with arguments for what it wraps the model in. `@PATH` takes
+    paceline from another checkout."""
 
     name: str
     arguments: tuple[tuple[str, Any], ...] = ()
+    checkout: str = ""
 
     @classmethod
     def parse(cls, text: str) -> "ContenderName":
-        name, *pairs = text.strip().split(":")
+        whole, *pairs = text.strip().removesuffix(AGAIN).split(":")
+        name, at, checkout = whole.partition("@")
+        if at and not checkout:
+            raise UsageError(f"expected the path of a checkout after the @, got {text!r}")
         arguments = []
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not (equals and key.isidentifier()):
                 raise UsageError(f"expected a contender as name:key=value, got {text!r}")
             arguments.append((key, _value(value)))
-        return cls(name, tuple(arguments))
+        return cls(name, tuple(arguments), checkout)
+
+    @property
+    def sources(self) -> str:
+        """The folder to import the other checkout's paceline from; empty when there is no other."""
+        return str(sources_in(self.checkout)) if self.checkout else ""
+
+
+def label_each(names: Iterable[str]) -> tuple[str, ...]:
+    """A contender that is named twice runs twice: it is compared with itself, so the second row shows the noise."""
+    labels: list[str] = []
+    for name in names:
+        labels.append(f"{name}{AGAIN}" if name in labels else name)
+    if not labels or len(set(labels)) != len(labels):
+        raise UsageError(
+            f"expected one or more contenders, each once, or twice for an A/A row that shows the noise; got {labels}"
+        )
+    return tuple(labels)
 
 
 def _value(text: str) -> Any:
@@ -62,6 +88,7 @@ CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender("floor", "no synchronisation", "torch_ways", synchronises=False),
+        Contender("bare", "the module alone", "torch_ways", synchronises=False, in_all=False),
         Contender("paceline", "paceline.DistributedDataParallel", "ours"),
         Contender("paceline-torch", 'paceline with transport="torch"', "ours"),
         Contender("lanes", "paceline with a lane for every micro of every rank", "ours", in_all=False),
@@ -106,7 +133,14 @@ CONTENDERS = {
 
 def find_contender(text: str) -> Contender:
     """The contender that `text` (a name, perhaps with arguments) names."""
-    name = ContenderName.parse(text).name
-    if name not in CONTENDERS:
-        raise UsageError(f"there is no contender {name!r}; expected some of {', '.join(CONTENDERS)}, or all")
-    return CONTENDERS[name]
+    return CONTENDERS[parse_known(text, (*CONTENDERS, "all")).name]
+
+
+def parse_known(text: str, known: Sequence[str]) -> ContenderName:
+    """`text` as the name of a contender, which has to be one of those that are `known` to a measurement."""
+    found = ContenderName.parse(text)
+    if found.name not in known:
+        raise UsageError(f"there is no contender {found.name!r}; expected some of {', '.join(known)}")
+    if found.checkout and (found.name not in CONTENDERS or CONTENDERS[found.name].module != "ours"):
+        raise UsageError(f"{text!r}: only paceline's own contenders can come from another checkout")
+    return found

@@ -1,15 +1,17 @@
-"""paceline's own class, through the public API."""
+"""paceline's own class, through the public API.
+
+`paceline` is imported where it is used: by then it may be another checkout's (see `bench.checkout`).
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import paceline
+from paceline.bench.contenders.several import several_of_one
 from paceline.bench.contenders.trainee import Place, Trainee, all_reduce_alone, all_reduce_bytes, details, update_with
 from paceline.bench.model import build_model, build_optimizer
 from paceline.bench.spec import StepSpec
 from paceline.observe.overlap import read_overlap
-from paceline.replica.agreement import Agreement
 
 CHECKS: dict[str, dict[str, Any]] = {
     "agreement": {"state_every": 64, "not_finite": "skip"},
@@ -18,6 +20,8 @@ CHECKS: dict[str, dict[str, Any]] = {
 
 
 def build(place: Place) -> Trainee:
+    import paceline
+
     model = build_model(place.spec, place.device)
     in_lanes = place.name.startswith("lanes")
     wrapped = paceline.DistributedDataParallel(model, **wrapped_with(place))
@@ -33,17 +37,17 @@ def build(place: Place) -> Trainee:
     def communicate() -> None:
         all_reduce_alone([bucket.numel for bucket in wrapped.layout.buckets], place)()
 
-    # On a GPU the host does not learn when a bucket is through, so the trace cannot tell what was hidden.
-    from_trace = place.device.type == "cpu" or place.size == 1
     made = Trainee(
         wrapped,
         update,
         details(model.parameters),
         all_reduce_bytes(model, place.size),
         quiet=wrapped.no_sync,
-        observe=observe,
-        communicate=None if from_trace else communicate,
     )
+    if place.own:
+        # On a GPU the host does not learn when a bucket is through, so the trace cannot tell what was hidden.
+        from_trace = place.device.type == "cpu" or place.size == 1
+        made = replace(made, observe=observe, communicate=None if from_trace else communicate)
     if in_lanes:  # which are the mean over all of them by themselves
         return replace(made, turns=wrapped.lanes, quiet=nullcontext, divides=True)
     return made
@@ -51,7 +55,11 @@ def build(place: Place) -> Trainee:
 
 def wrapped_with(place: Place) -> dict[str, Any]:
     """What the model is wrapped with: by the contender's name, and by what was written behind it."""
+    from paceline import Agreement
+
     found: dict[str, Any] = {}
+    if place.counts_as_several:
+        found["transport"] = several_of_one()
     if place.name.endswith("-torch"):
         found["transport"] = "torch"
     if place.name.startswith("lanes"):

@@ -25,6 +25,7 @@ MIB = 1024 * 1024
 def build(place: Place) -> Trainee:
     return {
         "floor": _bare,
+        "bare": _bare,
         "single": _bare,
         "dataparallel": _data_parallel,
         "torch": _ddp,

@@ -23,6 +23,8 @@ class Place:
     rank: int
     size: int
     device: torch.device
+    own: bool = True  # False: of another checkout, of which only public names may be used
+    counts_as_several: bool = False  # the path of several ranks, on one
 
 
 @dataclass

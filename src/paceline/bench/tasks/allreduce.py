@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.bench.contenders import ContenderName
 from paceline.bench.spec import AllReduceSpec
 from paceline.bench.tasks import LineUp
 from paceline.bench.tasks.group import Meeting, choose_device, leave
-from paceline.collectives import TorchDistTransport, Transport, finish
-from paceline.collectives.choose import choose
+from paceline.collectives import Transport
 
 AllReduce = Callable[[], None]
 
@@ -20,9 +20,9 @@ class AllReduceTask:
     """Reduces buffers of the sizes that the conductor asks for."""
 
     def __init__(self, spec: AllReduceSpec, label: str, rank: int, size: int) -> None:
-        self._label, self._rank, self._size = label, rank, size
+        self._label, self._rank, self._size = ContenderName.parse(label).name, rank, size
         torch.set_num_threads(spec.threads)
-        self._device = choose_device("cpu" if label in ("gloo", "mpi") else spec.device, rank, size)
+        self._device = choose_device("cpu" if self._label in ("gloo", "mpi") else spec.device, rank, size)
         self._meeting = Meeting(rank, size)
         self._transport: Transport | None = None
         self._world: Any = None
@@ -43,6 +43,10 @@ class AllReduceTask:
         self._meeting.form(ports[0], self._device)
         if self._label != "paceline":
             return {"gpu": gpu, "transport": self._label}
+        # Here: they may be another checkout's.
+        from paceline.collectives import TorchDistTransport
+        from paceline.collectives.choose import choose
+
         world = dist.group.WORLD
         assert world is not None, "it was just formed"
         # As a replica on this device chooses it.
@@ -68,6 +72,8 @@ class AllReduceTask:
     def _prepare(self, numel: int) -> None:
         transport = self._transport
         if transport is not None:
+            from paceline.collectives import finish
+
             buffer = transport.allocate(numel, torch.float32, self._device)
             watch = transport.watch
             self._buffer = buffer

@@ -24,8 +24,8 @@ class Meeting:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         return int(self._store.port)
 
-    def form(self, port: int, device: torch.device) -> None:
-        """Form the default group: gloo, with NCCL beside it on a GPU."""
+    def form(self, port: int, device: torch.device, backend: str = "auto") -> None:
+        """Form the default group: `auto` is gloo, with NCCL beside it on a GPU."""
         if self._size == 1:
             store: dist.Store = dist.HashStore()
         else:
@@ -33,7 +33,8 @@ class Meeting:
             store = self._store
             # Accelerate and DeepSpeed look for it even when the group is there.
             os.environ["MASTER_PORT"] = str(port)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if backend == "auto":
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
             store=store,

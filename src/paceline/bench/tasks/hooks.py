@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import paceline
+from paceline.bench.contenders import ContenderName
 from paceline.bench.spec import HooksSpec
 from paceline.bench.tasks import LineUp
 from paceline.bench.tasks.group import Meeting, leave
@@ -31,7 +31,7 @@ class HooksTask:
 
     def __init__(self, spec: HooksSpec, label: str, rank: int, size: int) -> None:
         torch.set_num_threads(1)
-        self._spec, self._label = spec, label.partition("@")[0]
+        self._spec, self._name = spec, ContenderName.parse(label.rpartition("@")[0]).name
         self._meeting = Meeting(rank, size)
         self._models: dict[int, nn.Module] = {}
 
@@ -57,9 +57,11 @@ class HooksTask:
             gc.enable()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        if self._label == "paceline":
+        if self._name == "paceline":
+            import paceline  # here: it may be another checkout's
+
             return paceline.DistributedDataParallel(model)
-        if self._label == "torch":
+        if self._name == "torch":
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         return model
 

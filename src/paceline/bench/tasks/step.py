@@ -44,7 +44,8 @@ class StepTask:
         _touch_libraries(self._device)
         self._memory = Peak(self._device)
         arguments = dict(self._name.arguments)
-        place = Place(self._spec, self._name.name, arguments, self._rank, self._size, self._device)
+        own = not self._name.checkout
+        place = Place(self._spec, self._name.name, arguments, self._rank, self._size, self._device, own)
         self._trainee = self._module.build(place)
         gpu = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None
         return {"gpu": gpu, "sent_bytes": self._trainee.sent_bytes, "notes": self._trainee.notes}

@@ -30,6 +30,8 @@ class Group:
         import torch
         import torch.distributed as dist
 
+        from paceline.start.api import use_default_timeout
+
         self._leave(content["theirs"])
         backend, device = content["backend"], torch.device(self._place.device)
         try:
@@ -45,9 +47,7 @@ class Group:
         except (RuntimeError, ValueError):
             _forget()
             raise
-        # The timeout above was for forming the group; collectives get torch's own default.
-        c10d = dist.distributed_c10d
-        c10d._set_pg_timeout(c10d._get_default_timeout(dist.Backend(backend)))
+        use_default_timeout(backend)
         return {"generation": content["generation"]}
 
     def abort(self) -> None:

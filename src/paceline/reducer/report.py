@@ -1,8 +1,8 @@
-"""What ranks tell each other once per reduction: a few words, and what follows from them.
+"""What ranks tell each other once per reduction, and what follows from it.
 
-The words of all ranks are gathered by one small collective that flies beside the last buckets. They do not ride inside
-one, because a communication hook may compress it, its dtype may not hold them, and only when backward has ended is it
-known whether it ended well.
+The reports of all ranks are gathered by one small collective beside the last buckets. They do not ride inside one,
+because a communication hook may compress it, its dtype may not hold them, and only when backward has ended is it known
+whether it ended well. How they travel, and when they are read, stands in `exchange.py`.
 """
 
 import logging
@@ -13,14 +13,17 @@ from enum import Enum, Flag
 
 import torch
 
-from paceline.collectives.api import Transport
-from paceline.collectives.wait import finish
+from paceline.collectives.group import Group
 from paceline.errors import BackwardAborted, CollectiveMismatch, GraphChanged, UnusedParameters
 from paceline.reducer.slot import GradSlot
 
 logger = logging.getLogger("paceline")
 
-WORD_COUNT = 17
+# Where a report has what is read on the device: a rank's gradients are not to be used (a float32, 1.0 or 0.0, in the
+# first half of the column), its weight, the digest of its state, and whose gradients it has found not to be finite.
+BROKEN, WEIGHT, STATE, NOT_FINITE = 0, 5, 13, 15
+HEADER = 19  # columns before those of used parameters and of lanes
+BITS = 62  # used parameters per column
 
 
 class Vote(Flag):
@@ -44,19 +47,27 @@ class Mode(Enum):
         return other if self in (Mode.NOTHING, other) else Mode.MIXED
 
 
+class Abort(Enum):
+    """Why a rank has no gradients for a reduction that the others wait for."""
+
+    NO = 0
+    EXCEPTION = 1  # its backward ended with an exception
+    THREADS = 2  # two of its threads ran a backward at once
+
+
 @dataclass(frozen=True, slots=True)
-class Words:
-    """One rank's words."""
+class StepReport:
+    """What one rank tells."""
 
     reduction: int  # how many reductions this rank has begun: must be equal
     unused: int  # parameters that took no part
     late: int  # gradients that came after their bucket had left
     mode: Mode  # plain and weighted backwards must not meet
-    weight: float  # sum of the weights of this rank's micros
+    weight: float  # sum of the weights of this rank's microbatches
     micros: int = 0  # backwards since the last reduction
     ready: int = 0  # gradients that came through a backward
     graph_changed: bool = False  # though it was declared static
-    aborted: bool = False  # the backward ended with an exception on this rank
+    abort: Abort = Abort.NO
     skipped: bool = False  # this rank has no part in the mean
     votes: Vote = Vote.NOTHING
     calls: int = 0  # digest of all buckets that were ever launched: must be equal
@@ -65,10 +76,18 @@ class Words:
     not_finite: int = 0
     lane_step: int = 0  # the step whose lanes run: must be equal
     lane_shape: int = 0  # see reducer/lane_shapes.py
+    several: bool = False  # other replicas take part in the same backward: see reducer/backward.py
+    used: tuple[int, ...] = ()  # which parameters took part, BITS of them in each number
     lane_weights: tuple[float, ...] = ()  # of the lanes that this rank ran, and zeros
 
-    def encode(self) -> torch.Tensor:
-        values = [
+    @property
+    def broken(self) -> bool:
+        """Whether sums with this rank's part are not what they should be."""
+        return self.abort is not Abort.NO or self.late > 0
+
+    def encode(self) -> list[int]:
+        return [
+            _ONE if self.broken else 0,
             self.reduction,
             self.unused,
             self.late,
@@ -77,7 +96,7 @@ class Words:
             self.micros,
             self.ready,
             int(self.graph_changed),
-            int(self.aborted),
+            self.abort.value,
             int(self.skipped),
             self.votes.value,
             self.calls,
@@ -86,31 +105,40 @@ class Words:
             self.not_finite,
             self.lane_step,
             self.lane_shape,
+            int(self.several),
+            *self.used,
+            *_bits(*self.lane_weights),
         ]
-        return torch.tensor([*values, *_bits(*self.lane_weights)], dtype=torch.int64)
 
     @classmethod
-    def decode(cls, row: Sequence[int]) -> "Words":
+    def decode(cls, row: Sequence[int], lanes: int = 0) -> "StepReport":
+        """`lanes`: how many columns at the end are weights of lanes."""
+        middle = len(row) - lanes
         return cls(
-            reduction=row[0],
-            unused=row[1],
-            late=row[2],
-            mode=Mode(row[3]),
-            weight=_floats(row[4:5])[0],
-            micros=row[5],
-            ready=row[6],
-            graph_changed=bool(row[7]),
-            aborted=bool(row[8]),
-            skipped=bool(row[9]),
-            votes=Vote(row[10]),
-            calls=row[11],
-            state=row[12],
-            signature=row[13],
-            not_finite=row[14],
-            lane_step=row[15],
-            lane_shape=row[16],
-            lane_weights=_floats(row[WORD_COUNT:]),
+            reduction=row[1],
+            unused=row[2],
+            late=row[3],
+            mode=Mode(row[4]),
+            weight=_floats(row[5:6])[0],
+            micros=row[6],
+            ready=row[7],
+            graph_changed=bool(row[8]),
+            abort=Abort(row[9]),
+            skipped=bool(row[10]),
+            votes=Vote(row[11]),
+            calls=row[12],
+            state=row[13],
+            signature=row[14],
+            not_finite=row[15],
+            lane_step=row[16],
+            lane_shape=row[17],
+            several=bool(row[18]),
+            used=tuple(row[HEADER:middle]),
+            lane_weights=_floats(row[middle:]),
         )
+
+
+_ONE = int.from_bytes(struct.pack("<f", 1.0), "little")
 
 
 def _bits(*values: float) -> tuple[int, ...]:
@@ -121,24 +149,30 @@ def _floats(words: Sequence[int]) -> tuple[float, ...]:
     return struct.unpack(f"<{len(words)}d", struct.pack(f"<{len(words)}q", *words))
 
 
-class SentWords:
-    """The words of this rank, on their way to all others."""
-
-    def __init__(self, words: Words, transport: Transport) -> None:
-        encoded = words.encode()
-        self._gathered = torch.empty(transport.size, len(encoded), dtype=torch.int64)
-        self.work = transport.all_gather(self._gathered, encoded)
-
-    def of_all_ranks(self) -> list[Words]:
-        """Once `work` is complete: the words in rank order. Raises on every rank when they cannot belong together."""
-        return decode_all(self._gathered)
+def used_bits(slots: Sequence[GradSlot]) -> tuple[int, ...]:
+    """Which of the parameters took part."""
+    found = [0] * -(-len(slots) // BITS)
+    for index, slot in enumerate(slots):
+        if slot.used:
+            found[index // BITS] |= 1 << index % BITS
+    return tuple(found)
 
 
-def decode_all(gathered: torch.Tensor) -> list[Words]:
-    """The words of all ranks, in rank order; raises on every rank when they cannot belong together."""
-    rows = [Words.decode(row) for row in gathered.tolist()]
-    if any(row.aborted for row in rows):
-        return rows
+def all_used(count: int) -> tuple[int, ...]:
+    """The same, if all of `count` parameters took part."""
+    whole, rest = divmod(count, BITS)
+    return ((1 << BITS) - 1,) * whole + (((1 << rest) - 1,) if rest else ())
+
+
+def count_uses(reports: Sequence[StepReport], count: int) -> list[int]:
+    """On how many ranks each of `count` parameters took part."""
+    return [sum(row.used[index // BITS] >> index % BITS & 1 for row in reports) for index in range(count)]
+
+
+def check_together(rows: Sequence[StepReport]) -> None:
+    """Raise, on every rank alike, when the reports of all ranks cannot belong together."""
+    if any(row.abort is not Abort.NO for row in rows):
+        return
     counts = [row.reduction for row in rows]
     if len(set(counts)) > 1:
         raise CollectiveMismatch(
@@ -147,8 +181,8 @@ def decode_all(gathered: torch.Tensor) -> list[Words]:
         )
     if len({row.calls for row in rows}) > 1:
         raise CollectiveMismatch(
-            f"ranks have reduced different buckets so far ({_by_rank([f'{r.calls:x}' for r in rows])}), so gradients "
-            f"of different parameters may have been added up; this is a fault of paceline or of the memory of a rank"
+            f"internal error: bucket schedules diverged between ranks ({_by_rank([f'{r.calls:x}' for r in rows])}), so "
+            f"gradients of different parameters may have been added up; please report this"
         )
     _check_lanes(rows)
     modes = {row.mode for row in rows}
@@ -158,10 +192,9 @@ def decode_all(gathered: torch.Tensor) -> list[Words]:
             f"); put every micro of a step, on every rank, inside weight()"
         )
     _warn_of_uneven_micros(rows)
-    return rows
 
 
-def _check_lanes(rows: Sequence[Words]) -> None:
+def _check_lanes(rows: Sequence[StepReport]) -> None:
     steps = [row.lane_step for row in rows]
     if len(set(steps)) > 1:
         raise CollectiveMismatch(
@@ -170,7 +203,7 @@ def _check_lanes(rows: Sequence[Words]) -> None:
         )
 
 
-def _warn_of_uneven_micros(rows: Sequence[Words]) -> None:
+def _warn_of_uneven_micros(rows: Sequence[StepReport]) -> None:
     micros = [row.micros for row in rows]
     if rows[0].mode is Mode.PLAIN and len({count for count in micros if count}) > 1:
         logger.warning(
@@ -180,20 +213,31 @@ def _warn_of_uneven_micros(rows: Sequence[Words]) -> None:
         )
 
 
-def aborted_error(words: Sequence[Words]) -> BackwardAborted:
-    """What the ranks whose own backward was fine are told."""
-    ranks = [rank for rank, row in enumerate(words) if row.aborted]
+def aborted_error(rows: Sequence[StepReport], consequence: str = "") -> BackwardAborted:
+    """What ranks are told when a rank had no gradients. `consequence`: what became of the step, if it is over."""
+    ranks = [rank for rank, row in enumerate(rows) if row.abort is not Abort.NO]
     listed = ", ".join(str(rank) for rank in ranks)
+    threads = any(row.abort is Abort.THREADS for row in rows)
+    why = "met a second backward of the same replica, on another thread," if threads else "ended with an exception"
+    advice = "run the backwards of a replica one after another" if threads else "see that rank's own error"
+    then = consequence or "so there are no gradients for this step on any rank"
     return BackwardAborted(
-        f"the backward ended with an exception on rank {listed}, so there are no gradients for this step on any rank; "
-        f"see that rank's own error, then skip the step or stop on all ranks",
-        ranks=ranks,
+        f"the backward {why} on rank {listed}, {then}; {advice}, then skip the step or stop on all ranks", ranks=ranks
     )
 
 
-def graph_error(words: Sequence[Words]) -> GraphChanged:
+def skipped_error(rows: Sequence[StepReport], step: str) -> CollectiveMismatch:
+    """A rank has called skip_batch() where the others could not hear of it in time."""
+    listed = ", ".join(str(rank) for rank, row in enumerate(rows) if row.skipped)
+    return CollectiveMismatch(
+        f"rank {listed} called skip_batch() in {step}, but on this transport the others divide by all ranks unless "
+        f"microbatches are weighted, and their last update did; run every backward inside model.weight(n)"
+    )
+
+
+def graph_error(rows: Sequence[StepReport]) -> GraphChanged:
     """What the ranks whose own graph is unchanged are told."""
-    listed = ", ".join(str(rank) for rank, row in enumerate(words) if row.graph_changed)
+    listed = ", ".join(str(rank) for rank, row in enumerate(rows) if row.graph_changed)
     return GraphChanged(
         f"Your training graph has changed in this iteration on rank {listed}, which is not compatible with "
         f"static_graph=True; see that rank's own error for the parameters"
@@ -204,27 +248,18 @@ def _by_rank(values: Sequence[object]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
-def count_uses(slots: Sequence[GradSlot], transport: Transport, timeout_s: float | None) -> list[int]:
-    """On how many ranks each parameter took part. All ranks call it, or none."""
-    uses = torch.tensor([slot.used for slot in slots], dtype=torch.int32)
-    finish(
-        transport.all_reduce(uses), what="the count of unused parameters", watch=transport.watch, timeout_s=timeout_s
-    )
-    return [int(count) for count in uses.tolist()]
-
-
-def reduce_late(slots: Sequence[GradSlot], transport: Transport, scale: float, timeout_s: float | None) -> None:
+def reduce_late(slots: Sequence[GradSlot], group: Group, scale: float) -> None:
     """Reduce what nested backwards delivered after the buckets had left, and add it. All ranks call it, or none."""
-    flags = torch.tensor([slot.late for slot in slots], dtype=torch.int32)
-    finish(transport.all_reduce(flags), what="the list of late gradients", watch=transport.watch, timeout_s=timeout_s)
+    transport = group.transport
+    flags = torch.tensor([slot.late for slot in slots], dtype=torch.int32, device="cpu")
+    group.wait(transport.all_reduce(flags), "the list of late gradients")
     for slot, flag in zip(slots, flags.tolist(), strict=True):
         if not flag:
             continue
         grad, extra = slot.param.grad, torch.zeros_like(slot.view)  # equal dtype on all ranks, whatever the gradient's
         if grad is not None:
             extra = extra + grad * scale if slot.meta.sparse else extra.add_(grad, alpha=scale)
-        what = f"the late gradient of {slot.meta.name}"
-        finish(transport.all_reduce(extra), what=what, watch=transport.watch, timeout_s=timeout_s)
+        group.wait(transport.all_reduce(extra), f"the late gradient of {slot.meta.name}")
         slot.param.grad = None
         if slot.meta.sparse:
             slot.bucket.flat = slot.bucket.flat + extra
@@ -232,18 +267,13 @@ def reduce_late(slots: Sequence[GradSlot], transport: Transport, scale: float, t
             slot.view.add_(extra)
 
 
-def unused_error(slots: Sequence[GradSlot], transport: Transport, timeout_s: float | None) -> UnusedParameters:
-    """The same error for every rank: which parameters took no part, and where. All ranks call it, or none."""
-    mine = torch.tensor([slot.used for slot in slots], dtype=torch.uint8)
-    every = torch.empty(transport.size * len(slots), dtype=torch.uint8)
-    work = transport.all_gather(every, mine)
-    finish(work, what="the list of unused parameters", watch=transport.watch, timeout_s=timeout_s)
-    used = every.view(transport.size, len(slots)).tolist()
+def unused_error(slots: Sequence[GradSlot], rows: Sequence[StepReport]) -> UnusedParameters:
+    """The same error for every rank: which parameters took no part, and where."""
     lines = []
-    for slot in slots:
-        ranks = [rank for rank in range(transport.size) if not used[rank][slot.index]]
+    for index, slot in enumerate(slots):
+        ranks = [rank for rank, row in enumerate(rows) if not row.used[index // BITS] >> index % BITS & 1]
         if ranks:
-            lines.append(f"  {slot.meta.name}: {_where(ranks, transport.size)}")
+            lines.append(f"  {slot.meta.name}: {_where(ranks, len(rows))}")
     return _unused(lines, "the backward")
 
 

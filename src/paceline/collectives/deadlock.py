@@ -1,0 +1,108 @@
+"""Whether ranks wait for each other without end, from what each of them says about itself.
+
+When a deadlock is proven
+-------------------------
+A rank says which threads of it start collectives of the group, which of those wait and in which line (a sequence of
+collectives that all ranks start in the same order: the checked collectives, the buckets of one replica), and how many
+collectives it has started in each line. Then nobody can move any more if
+
+1. on every rank of the group all those threads wait, none with a timeout that ends its wait within seconds, and
+2. for every wait there is a rank that has started fewer collectives in its line.
+
+For that rank would have to start the one that is missing, and all its threads wait. Bytes that are only slow fail (2):
+a rank that has left a collective has started it. A rank that computes, loads data or saves fails (1): it is waited for,
+and named in the log. So does one that waits in something unknown here: in a collective of torch's own, in one of
+another group, or in a device that NCCL holds up, where no host waits.
+
+A thread that has never started a collective of this group is not counted. Were that the one to start what is missing,
+on a rank all of whose other threads wait for a collective that comes after it on the other ranks, this rule would err.
+
+What ranks say may be some moments old, so all of them must have looked again, twice, with everything as it was.
+
+When it is only assumed
+-----------------------
+Where (1) holds and (2) cannot be told, since not everything that ranks wait for is counted (the forming of a group, the
+future of a hook), different waits count as a deadlock after `settle_s`.
+"""
+
+import time
+from collections.abc import Mapping
+
+from paceline.collectives.peers import Record, Wait
+
+LOOKS = 2
+RULE = "Every rank must issue the same collectives in the same order"
+
+
+class Doubt:
+    """What one rank has seen of a possible deadlock so far."""
+
+    def __init__(self, size: int, settle_s: float) -> None:
+        self._size = size
+        self._settle_s = settle_s
+        self._seen: object = None
+        self._looks: dict[int, int] = {}
+        self._began = 0.0
+
+    def forget(self) -> None:
+        self._seen = None
+
+    def look(self, records: Mapping[int, Record]) -> str | None:
+        """Take in what all ranks say, own record included. Returns the text of a deadlock once it is certain."""
+        if len(records) < self._size or not all(_is_stuck(record) for record in records.values()):
+            self.forget()
+            return None
+        differ = _first_difference(records)
+        proven = bool(differ) or _all_blocked(records)
+        if not proven and len({wait.what for record in records.values() for wait in record.waits}) == 1:
+            self.forget()
+            return None
+        seen = [(proven, record.waits, record.lines) for _, record in sorted(records.items())]
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._began = seen, now
+            self._looks = {rank: record.looks for rank, record in records.items()}
+            return None
+        looked_again = all(record.looks >= self._looks[rank] + LOOKS for rank, record in records.items())
+        if not looked_again or (not proven and now - self._began < self._settle_s):
+            return None
+        calls = {rank: f"{differ.get(rank, '')}waits in {_told(record.waits)}" for rank, record in records.items()}
+        told = "; ".join(f"rank {rank} {calls[rank]}" for rank in sorted(calls))
+        return f"all ranks wait for each other, and not for the same thing: {told}. {RULE}"
+
+
+def _is_stuck(record: Record) -> bool:
+    return bool(record.waits) and not record.free and not any(wait.brief for wait in record.waits)
+
+
+def _all_blocked(records: Mapping[int, Record]) -> bool:
+    return all(_blocked(wait, record, records) for record in records.values() for wait in record.waits)
+
+
+def _blocked(wait: Wait, own: Record, records: Mapping[int, Record]) -> bool:
+    return any(other.issued(wait.line) < own.issued(wait.line) for other in records.values())
+
+
+def _first_difference(records: Mapping[int, Record]) -> dict[int, str]:
+    """What each rank issued at the first place where their sequences in one line differ; empty if none is seen to.
+
+    Only where all ranks wait in that line: what they sent each other then never fits.
+    """
+    lines = {wait.line for record in records.values() for wait in record.waits}
+    if len(lines) > 1:
+        return {}
+    (line,) = lines
+    if any(line not in record.lines for record in records.values()):
+        return {}
+    sequences = {rank: record.lines[line] for rank, record in records.items()}
+    first = max(sequence.count - len(sequence.recent) for sequence in sequences.values())
+    last = min(sequence.count for sequence in sequences.values())
+    for number in range(first, last):
+        calls = {rank: sequence.recent[number - sequence.count] for rank, sequence in sequences.items()}
+        if len(set(calls.values())) > 1:
+            return {rank: f"issued {call} as collective {number + 1}, and " for rank, call in calls.items()}
+    return {}
+
+
+def _told(waits: list[Wait]) -> str:
+    return " and in ".join(map(str, waits))

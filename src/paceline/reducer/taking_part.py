@@ -1,0 +1,74 @@
+"""How a rank takes part in a reduction without a backward of its own that ended well."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.errors import IllegalMove
+from paceline.reducer import lane_step
+from paceline.reducer.turn import Part, abort
+
+if TYPE_CHECKING:
+    from paceline.reducer.reducer import Reducer
+
+
+def reduce_now(reducer: "Reducer", *, by_hand: bool = False) -> None:
+    """Reduce what has been accumulated so far, without another backward. `by_hand`: also what was put there."""
+    with reducer.lock, torch.no_grad():
+        if reducer.backwards.failed():
+            abandon(reducer)
+            raise IllegalMove("the last backward ended with an exception, so there are no gradients to reduce")
+        if reducer.backwards.current is not None:
+            raise IllegalMove("gradients cannot be reduced while a backward runs; do it after loss.backward()")
+        reducer.relay_now()
+        if not reducer.is_alone():
+            reducer.prepare()
+        if by_hand:
+            reducer.set.claim_by_hand()
+        reducer.begin_reduction()
+        reducer.finish()
+
+
+def skip(reducer: "Reducer") -> None:
+    """Take part in the reduction of this step with what earlier micros have left. If none has, with nothing."""
+    with reducer.lock, torch.no_grad():
+        if not reducer.weighting.micros:
+            reducer.turn.part = Part.SKIPPED
+        reduce_now(reducer)
+
+
+def shadow(reducer: "Reducer") -> None:
+    """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
+    with reducer.lock, torch.no_grad():
+        reducer.relay_now()
+        reducer.prepare()
+        reducer.begin_reduction()
+        reducer.turn.part = Part.SHADOW
+        reducer.set.lend_all()
+        reducer.finish()
+
+
+def abandon(reducer: "Reducer") -> None:
+    """Forget a backward that ended with an exception, and be ready for the next one.
+
+    If it was to be reduced, the other ranks wait for it: its reduction is completed, without gradients, and they are
+    told. What earlier backwards have accumulated stays, if this one was only to add to it.
+    """
+    with reducer.lock, torch.no_grad():
+        backward = reducer.backwards.close()
+        if backward is not None and reducer.lanes is not None:
+            lane_step.abandon(reducer, backward)
+            return
+        if backward is None or not backward.reduces:
+            reducer.set.forget_arrived()
+            return
+        reducer.on_failed()
+        if backward.alone and not reducer.hooks:  # as with the bare module, what it has left stays
+            reducer.ledger.closed()
+            return
+        if reducer.turn.broken:  # no collective of ours would fit what the others do; the watch names us to them
+            reducer.reset()
+            return
+        if not backward.delivered:
+            reducer.begin_reduction()
+        abort(reducer)

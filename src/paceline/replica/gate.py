@@ -1,0 +1,135 @@
+"""Before an update on a device: gradients that must not be used change nothing, and no host waits to find that out.
+
+Whether gradients are finite, and whether some rank's are missing, is known on the device alone when the optimizer is
+called. torch's fused optimizers take such a flag (`found_inf`, as GradScaler gives it to them) and then change nothing.
+For any other optimizer the host has to know: it waits, once, and only where it was asked to look.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from paceline.collectives.event_work import EventWork
+from paceline.reducer.reducer import Reducer
+
+KEPT = 64  # looks that nobody has asked for
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Which of some gradients were finite, on its way to the host."""
+
+    number: int  # of the reduction
+    names: list[str]
+    finite: torch.Tensor
+    work: EventWork
+
+    def bad(self) -> list[str]:
+        return [name for name, fine in zip(self.names, self.finite.tolist(), strict=True) if not fine]
+
+
+class UpdateGate:
+    """Gates the optimizers of one replica whose collectives are ordered by streams."""
+
+    def __init__(self, reducer: Reducer, names: Mapping[int, str], *, looks: bool) -> None:
+        """`names` of parameters, by their ids. `looks`: gradients that are not finite must not be used."""
+        self._reducer = reducer
+        self._names = names
+        self._looks_on = looks
+        self._looks: deque[_Look] = deque(maxlen=KEPT)
+        self._before: dict[int, Any] = {}  # what optimizers had in `found_inf`, by their ids
+        self._steps = 0
+        # In a world of one, which has no reports: hears which gradients were not finite in which step, one step later.
+        self.on_looked: Callable[[int, list[str]], None] | None = None
+
+    def close(self, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+        """An optimizer is about to step on `params`. Have it change nothing if their gradients must not be used."""
+        reducer = self._reducer
+        if not reducer.ordered_by_streams or torch.cuda.is_current_stream_capturing():
+            return
+        self._hear_alone()
+        owned = [p for p in params if p.grad is not None and id(p) in self._names] if self._looks_on else []
+        flags = [*self._broken(), *self._not_finite(owned)]
+        if not flags:
+            return
+        flag = flags[0] if len(flags) == 1 else torch.maximum(*flags)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._tell(optimizer, flag)
+        elif self._looks_on and self._wait_for(flag):
+            for param in owned:
+                param.grad = None
+
+    def _hear_alone(self) -> None:
+        self._steps += 1
+        while self.on_looked is not None and self._looks:
+            look = self._looks.popleft()
+            self._reducer.wait(look.work, f"whether the gradients of step {look.number} are finite")
+            self.on_looked(look.number, look.bad())
+
+    def open(self, optimizer: Optimizer) -> None:
+        """It has stepped: take back what it was told."""
+        if id(optimizer) in self._before:
+            before = self._before.pop(id(optimizer))
+            if before is None:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+            else:
+                optimizer.found_inf = before  # type: ignore[attr-defined]
+
+    def begin_anew(self) -> None:
+        """Reductions are counted anew: what was seen before belongs to none of them."""
+        self._looks.clear()
+
+    def bad_in(self, number: int) -> list[str]:
+        """The parameters whose gradients were not finite when optimizers stepped on what was reduced up to reduction
+        `number`. A device that has not got there is waited for."""
+        found: list[str] = []
+        while self._looks and self._looks[0].number <= number:
+            look = self._looks.popleft()
+            self._reducer.wait(look.work, f"whether the gradients of reduction {look.number} are finite")
+            found += look.bad()
+        return found
+
+    def _broken(self) -> list[torch.Tensor]:
+        """1 if some rank had no gradients for this reduction, or had some that came too late."""
+        reducer = self._reducer
+        if not reducer.unheard or reducer.transport.alone:
+            return []
+        pending = reducer.unheard[-1]
+        if pending.broken is None:
+            return []
+        return [pending.broken.amax()]
+
+    def _not_finite(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """1 if some gradient is not finite. Which one it is goes to the host for whoever asks later."""
+        grads = [p.grad for p in params if p.grad is not None]
+        if not self._looks_on or not grads or any(g.layout is not torch.strided for g in grads):
+            return []
+        with torch.no_grad():
+            finite = torch.stack([n.float() for n in torch._foreach_norm(grads, math.inf)]).isfinite()
+            host = torch.empty(len(grads), dtype=torch.bool, device="cpu", pin_memory=True)
+            host.copy_(finite, non_blocking=True)
+            event = torch.cuda.current_stream(finite.device).record_event()
+            names = [self._names[id(p)] for p in params]
+            number = self._reducer.reductions if self.on_looked is None else self._steps
+            self._looks.append(_Look(number, names, host, EventWork(event)))
+            return [finite.all().logical_not().float()]
+
+    def _tell(self, optimizer: Optimizer, flag: torch.Tensor) -> None:
+        before = getattr(optimizer, "found_inf", None)  # a GradScaler's
+        self._before[id(optimizer)] = before
+        flag = flag if before is None else torch.maximum(flag, before.to(flag.device).view(()))
+        optimizer.found_inf = flag  # type: ignore[attr-defined]
+        if self._reducer.unheard:
+            self._reducer.unheard[-1].gated = True
+
+    def _wait_for(self, flag: torch.Tensor) -> bool:
+        host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        event = torch.cuda.current_stream(flag.device).record_event()
+        self._reducer.wait(EventWork(event), "whether gradients are finite")
+        return bool(host)

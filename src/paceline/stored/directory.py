@@ -1,0 +1,140 @@
+"""Directories that survive a power failure, and that one process at a time writes to. Needs no torch."""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+logger = logging.getLogger("paceline")
+
+LOCK = ".lock"
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and the parents it lacks, and return when all of their names are on disk."""
+    missing = []
+    for place in (path, *path.parents):
+        if place.is_dir():
+            break
+        missing.append(place)
+    for place in reversed(missing):
+        # Another rank may make it at the same moment. It is synced here all the same: that rank may be slower.
+        place.mkdir(exist_ok=True)
+        fsync_directory(place)
+        fsync_directory(place.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fsync_open_directory(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_open_directory(descriptor: int) -> None:
+    """The same for a directory that is open already."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems do not know this of directories: there is nothing more that could be done.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+class _LockFile:
+    """An open lock file. The kernel drops the locks of a process when it closes any descriptor of the file, so all
+    that a process has to do with one file goes through one of these."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        weakref.finalize(self, _close, self.descriptor)
+
+    def signed(self) -> str:
+        """Who has signed it last."""
+        return os.pread(self.descriptor, 200, 0).decode(errors="replace").strip()
+
+    def sign(self) -> None:
+        text = f"process {os.getpid()} on {socket.gethostname()}"
+        if self.signed() != text:
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, f"{text}\n".encode(), 0)
+
+
+def _close(descriptor: int) -> None:
+    os.close(descriptor)
+
+
+class DirectoryLock:
+    """Says which process owns a directory, by a lock on the file `.lock` in it.
+
+    The lock belongs to the process: the kernel drops it when the process ends in whatever way, and children do not
+    inherit it. All objects of one process own a directory together. The file itself stays.
+    """
+
+    _open: ClassVar[WeakValueDictionary[tuple[int, int], _LockFile]] = WeakValueDictionary()  # by device and inode
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK
+        self._file: _LockFile | None = None
+        self._warned = False
+
+    def acquire(self) -> str:
+        """Take the lock, or make sure of it. Returns "" then, and otherwise who has it, as text.
+
+        Where files cannot be locked, a warning says so once, and the directory counts as owned. Raises OSError if the
+        directory is not there.
+        """
+        self._path.parent.stat()
+        try:
+            self._file = self._current_file()
+        except OSError as error:
+            self._warn(error)
+            return ""
+        try:
+            fcntl.lockf(self._file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                self._warn(error)
+                return ""
+            holder = self._file.signed() or "another process"
+            self.release()
+            return holder
+        try:
+            self._file.sign()
+        except OSError as error:  # such as a full disk: the lock holds, without a name
+            logger.debug("the owner of %s could not be written down: %s", self._path, error)
+        return ""
+
+    def release(self) -> None:
+        """Let other processes have the directory, unless another object of this process has it too."""
+        self._file = None
+
+    def _current_file(self) -> _LockFile:
+        """The file that is in the directory now. Someone may have removed the one that was locked."""
+        with suppress(FileNotFoundError):
+            if (known := self._open.get(_key(self._path.lstat()))) is not None:
+                return known
+        opened = _LockFile(self._path)
+        self._open[_key(os.fstat(opened.descriptor))] = opened
+        return opened
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s cannot be locked (%s), so nothing keeps a second run from writing to the same directory",
+                self._path,
+                error.strerror or error,
+            )
+
+
+def _key(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -1,0 +1,108 @@
+"""Scripts of the user's under `paceline run`: hangs are found and named, slow work is left alone, exits may crash."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 100
+LIMIT_S = 2.0
+# What goes wrong is another thing in every attempt; in the last one everything is only slow.
+LOOP = f"""
+import atexit, os, signal, sys, time
+import torch
+import paceline
+
+world = paceline.init(device="cpu")
+attempt, last = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
+kinds = ["spin in forward", "sleep in data", "stop"]
+kind = kinds[attempt] if attempt < last else "slow"
+limit = {LIMIT_S}
+
+
+def spin():
+    while True:
+        pass
+
+
+class Net(torch.nn.Linear):
+    step = 0
+
+    def forward(self, x):
+        if kind == "spin in forward" and world.rank == 1 and self.step == 3:
+            spin()
+        if not self.training:
+            time.sleep(1.5 * limit)
+        return super().forward(x)
+
+
+class Sleeper:
+    def state_dict(self):
+        time.sleep(1.5 * limit)
+        return {{"slept": True}}
+
+
+net = Net(4, 4)
+model = paceline.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    net.step = step
+    if step == 3 and kind == "sleep in data" and world.rank == 0:
+        time.sleep(600)
+    if step == 3 and kind == "stop" and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if kind == "slow":
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    time.sleep(1.5 * limit)  # metrics, say
+    model.train()
+    paceline.Checkpointer(sys.argv[1]).save(5, model=model, slow=Sleeper())
+    if world.rank == 0:
+        time.sleep(1.4 * limit)  # what only one rank does, and nobody sees, while the other one waits
+    model(torch.ones(2, 4)).sum().backward()
+    if world.rank == 1:
+        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+paceline.shutdown()
+print("finished")
+"""
+
+
+def run(folder: Path, script: str, *flags: str) -> "subprocess.CompletedProcess[str]":
+    path = folder / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "paceline.cli.run", "-n", "2", "--log-dir", str(folder / "runs"), *flags]
+    return subprocess.run(
+        [*command, str(path), str(folder / "checkpoints")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_plain_loop_that_hangs_is_ended_and_the_rank_at_fault_is_named(tmp_path: Path) -> None:
+    flags = ("--hang-timeout", str(LIMIT_S), "--max-restarts", "3", "--shutdown-timeout", "2")
+    done = run(tmp_path, LOOP, *flags)
+    told = [line.removeprefix("paceline run: ") for line in done.stderr.splitlines() if "start again" in line]
+    assert done.returncode == 0, done.stderr
+    assert len(told) == 3, done.stderr
+    for line, (words, where) in zip(
+        told,
+        (
+            ("rank 1 spins without getting on: no progress for", "s in forward (limit 2 s)"),
+            ("rank 0 froze: no progress for", "s between steps (limit 4 s)"),
+            ("rank 1 froze: stopped for", "(process state T)"),
+        ),
+        strict=True,
+    ):
+        assert line.startswith(words) and where in line and "at step 3" in line, line
+    assert "finished" in done.stdout
+    assert "paceline run: rank 1 was ended by SIGSEGV while it exited, after its work was done\n" in done.stderr

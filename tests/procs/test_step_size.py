@@ -1,0 +1,53 @@
+"""What runs in a plain step can be read: the files whose functions are entered are counted, not chosen."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from tests.models import mlp
+from tests.pool import Pool
+
+HOME = Path(paceline.__file__).parent
+WARM, TRACED = 12, 3
+# Lines and files, by transport: what there is now, so they may only fall. FSDP2's step enters 3,936 lines in 5 files.
+MOST = {"torch": (7510, 42), "shm": (8540, 47)}
+
+
+def entered(rank: int, size: int, transport: str) -> list[str]:
+    """The files of ours whose functions run in three plain steps."""
+    model = paceline.DistributedDataParallel(mlp(8, 16, 4), transport=transport, timeout=20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            found.add(frame.f_code.co_filename)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(WARM)
+    sys.setprofile(note)
+    try:
+        steps(TRACED)
+    finally:
+        sys.setprofile(None)
+    return sorted(name for name in found if Path(name).is_relative_to(HOME))
+
+
+@pytest.mark.parametrize("transport", MOST)
+def test_what_a_plain_step_enters_does_not_grow(procs: Pool, transport: str) -> None:
+    files = procs(2).run(entered, transport)[0]
+    lines = sum(Path(name).read_text(encoding="utf-8").count("\n") for name in files)
+    most_lines, most_files = MOST[transport]
+    names = ", ".join(str(Path(name).relative_to(HOME)) for name in files)
+    assert lines <= most_lines, f"{lines} lines in {len(files)} files: {names}"
+    assert len(files) <= most_files, f"{lines} lines in {len(files)} files: {names}"
