@@ -5,8 +5,10 @@ import re
 import signal
 import warnings
 from collections.abc import Callable
+from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.data import Loader, WorkerDied, order, read_ledger
+from paceline.data.keeper import exit_code
 from tests.pool import Pool
 from tests.unit.test_data_loader import Dice
 from tests.unit.test_data_stream import MANY_THREADS, Count
@@ -168,6 +171,19 @@ def test_a_sample_that_always_kills_its_worker_is_an_error_that_names_it(end: Ca
 def test_without_respawns_the_first_death_is_an_error() -> None:
     with pytest.raises(WorkerDied, match=r"was killed by SIGKILL while loading \d samples"):
         list(with_workers(Deadly(40, 17, kill_self), respawns=0))
+
+
+def test_a_death_counts_also_when_the_loop_collected_its_code_first() -> None:
+    """Two threads look at a dead worker. The one that comes second is told by the kernel that there is none, and the
+    first has not yet noted what it was told."""
+    worker: Any = get_context("fork").Process(target=kill_self)
+    worker.start()
+    wait([worker.sentinel])
+    os.waitpid(worker.pid, 0)
+    late = Timer(0.05, setattr, (worker._popen, "returncode", -signal.SIGKILL))
+    late.start()
+    assert exit_code(worker) == -signal.SIGKILL
+    late.join()
 
 
 def test_a_frozen_worker_is_replaced_after_the_timeout(tmp_path: Path) -> None:

@@ -95,10 +95,8 @@ class Keeper:
                 return
             for sentinel in ready:
                 number = numbers[sentinel]
-                worker = living.pop(number)
-                worker.join(_REAPED_S)
-                if worker.exitcode:  # who has nothing more to do leaves with 0
-                    self._dead = (number, worker.exitcode)
+                if code := exit_code(living.pop(number)):  # who has nothing more to do leaves with 0
+                    self._dead = (number, code)
             since = self._since
             self._overdue = bool(self._timeout and since and time.monotonic() - since >= self._timeout)
             if self._dead or self._overdue:
@@ -113,6 +111,20 @@ class Keeper:
             self._iterator._data_queue.put(None)  # no answer: whoever waits for one fails to take it apart
         else:
             self._iterator._worker_result_queue._writer.close()
+
+
+def exit_code(worker: Any) -> int | None:
+    """The exit code of a process that has ended.
+
+    `join()` alone may return without one: the loop's thread looks too, when a pipe broke, and whoever has collected the
+    code from the kernel may not have noted it yet.
+    """
+    deadline = time.monotonic() + _REAPED_S
+    worker.join(_REAPED_S)
+    while worker.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    code: int | None = worker.exitcode
+    return code
 
 
 def _ended(code: int) -> str:

@@ -17,7 +17,7 @@ from paceline.errors import PacelineError
 
 _TORCH_SAYS_DEAD = "DataLoader worker (pid"
 _DATASET_SAYS = "Caught "  # torch puts it before what was raised in a worker
-_DYING_S = 1.0  # a pipe may break this long before its other end is known to be dead
+_DYING_S = 5.0  # a pipe may break this long before its other end is known to be dead, on a machine that is busy
 
 
 class WorkerDied(PacelineError, RuntimeError):
