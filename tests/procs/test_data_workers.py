@@ -184,6 +184,7 @@ def test_a_death_counts_also_when_the_loop_collected_its_code_first() -> None:
     late.start()
     assert exit_code(worker) == -signal.SIGKILL
     late.join()
+    worker.close()
 
 
 def test_a_frozen_worker_is_replaced_after_the_timeout(tmp_path: Path) -> None:

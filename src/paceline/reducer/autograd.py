@@ -4,7 +4,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -58,10 +58,11 @@ def hook_owners(param: torch.Tensor) -> Iterator[Any]:
 mark_of_contents: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
 
 
-def install_hooks(param: torch.Tensor) -> None:
+def install_hooks(param: torch.Tensor) -> Sized:
     """Have autograd run the hooks that are registered: it forgets them when the contents are swapped, and the dict that
-    lists them is not told."""
+    lists them is not told. Returns that dict."""
     param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+    return param._post_accumulate_grad_hooks
 
 
 def adds_to_grad() -> bool | None:

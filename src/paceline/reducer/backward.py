@@ -1,6 +1,7 @@
 """Which backward is under way, whether it still is, and who else takes part in it."""
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from typing import Protocol
 
 from paceline.progress import Phase, own_progress
 from paceline.reducer import autograd
+
+NO_TASK = -2  # no backward has this number, and -1 is no backward at all
 
 TWO_THREADS = (
     "two threads have run a backward of one replica at the same time, so their gradients cannot be told apart; run "
@@ -39,6 +42,7 @@ class Backwards:
     def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = at_end
         self.current: Backward | None = None
+        self.counting = NO_TASK  # the number of the backward whose gradients only count: see `GradSlot.only_counts`
 
     def open(self, task: int, *, syncs: bool, alone: bool) -> Backward:
         own_progress().note(Phase.BACKWARD)
@@ -61,6 +65,7 @@ class Backwards:
 
     def close(self) -> Backward | None:
         closed, self.current = self.current, None
+        self.counting = NO_TASK
         if closed is not None:
             own_progress().note(Phase.BETWEEN)
         return closed
@@ -70,8 +75,19 @@ class Backwards:
 class Settlement:
     """The end of a backward, queued behind whatever else is called there."""
 
-    running: "weakref.ref[Callable[[], None]]"  # dead when it will never be called
+    running: "weakref.ref[Callable[[], None]]"  # dead when it was called, or never will be
     thread: int
+
+    def is_own(self, lock: threading.RLock) -> bool:
+        """Whether this thread is to come to it, and has begun another backward before. What another thread is about to
+        receive is waited for, without the lock."""
+        while self.running() is not None:
+            if self.thread == threading.get_ident():
+                return True
+            lock.release()
+            time.sleep(0.0005)
+            lock.acquire()
+        return False
 
 
 class Unsettled(Protocol):

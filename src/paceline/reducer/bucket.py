@@ -1,5 +1,6 @@
 """The memory of one bucket, and the gradients that are views of it."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from enum import Enum, auto
@@ -66,13 +67,23 @@ class Bucket:
         self.device_index = spec.device.index or 0
         self.stream = -1  # the number of the stream that the last gradient was made on
         self._sparse = spec.sparse
-        self._arrived_bytes = 0
         self._low = 0 if flat is None else flat.data_ptr()
         self._high = self._low + (0 if flat is None else flat.nbytes)
         for slot, place in zip(self.slots, spec.slots, strict=True):
             slot.bucket = self
             slot.offset = place.offset
             self.renew_view(slot)
+        if self.on_host:
+            self._choose_flushes()
+
+    def _choose_flushes(self) -> None:
+        """Gradients that come in this order are copied while they are in the cache; in another, sooner or later."""
+        waiting = nbytes = 0
+        for slot in self.slots:
+            waiting, nbytes = waiting + 1, nbytes + slot.nbytes
+            slot.flushes = waiting == TOGETHER or nbytes >= CACHED_BYTES
+            if slot.flushes:
+                waiting = nbytes = 0
 
     def renew_view(self, slot: GradSlot) -> None:
         """Point `slot` at its part of the buffer, shaped and strided like the parameter."""
@@ -102,7 +113,6 @@ class Bucket:
         self.stream = -1
         self.streams.clear()
         self.arrived.clear()
-        self._arrived_bytes = 0
 
     def grad_bucket(self, blocks: Sequence[LaneBlock] = (), *, last: bool) -> GradBucket:
         views = [self.flat] if self._sparse else [slot.view for slot in self.slots]
@@ -114,14 +124,10 @@ class Bucket:
     def arrive(self, slot: GradSlot, scale: float) -> bool:
         """Autograd has added to the parameter's gradient. Returns whether to move what has arrived now: on a host that
         is done before it leaves the cache."""
-        if self.on_host:
-            self.arrived.append(slot)
-            self._arrived_bytes += slot.nbytes
-            return self._arrived_bytes >= CACHED_BYTES or len(self.arrived) == TOGETHER
-        if raw_stream(self.device_index) != self.stream:
+        if not self.on_host and raw_stream(self.device_index) != self.stream:
             self._change_stream(scale)
         self.arrived.append(slot)
-        return False
+        return slot.flushes
 
     def _change_stream(self, scale: float) -> None:
         """The gradients that come now are made on the current stream, and not on that of those before them."""
@@ -146,34 +152,35 @@ class Bucket:
                     for view in views:
                         view.mul_(scale)
         self.arrived.clear()
-        self._arrived_bytes = 0
 
     def _take_plain_ones(self, scale: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Of what has arrived, views and gradients to be copied by one call. The others are moved one by one."""
         views: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         low, high, strided = self._low, self._high, torch.strided
+        # On a host a large gradient is multiplied on its way, and not in a second round through memory.
+        large = CACHED_BYTES if self.on_host and scale != 1.0 else sys.maxsize
+        if self._sparse or scale == 0.0:
+            large = 0  # all of them
         for slot in self.arrived:
-            grad = slot.param.grad
+            param, view = slot.param, slot.view
+            grad = param.grad
             if grad is None:  # thrown away by a hook of the user's since
                 if not slot.held:
                     self.zero(slot)
             elif (
                 slot.held
-                or self._sparse
-                or grad is slot.view
+                or slot.nbytes >= large
                 or grad.layout is not strided
-                or low <= grad.data_ptr() < high  # another look at the bucket's own memory
-                or slot.view.data_ptr() != slot.address
-                or scale == 0.0
-                or (self.on_host and scale != 1.0 and slot.nbytes >= CACHED_BYTES)
+                or low <= grad.data_ptr() < high  # the bucket's own memory
+                or view.data_ptr() != slot.address
             ):
                 self._collect_one(slot, grad, scale)
             else:
-                views.append(slot.view)
+                views.append(view)
                 grads.append(grad)
             slot.held = True
-            slot.param.grad = None
+            param.grad = None
         return views, grads
 
     def _collect_one(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:

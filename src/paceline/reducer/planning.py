@@ -51,7 +51,7 @@ class Planning:
     def begin(self, number: int, *, chains: bool) -> None:
         """Reduction `number` begins. One that `chains` may keep state by bucket, so its buckets are not cut anew."""
         self._number = number
-        wanted = self._plans and self._transport.size > 1 and self.plan is None and not chains
+        wanted = self._plans and not self._transport.alone and self.plan is None and not chains
         self.measures = wanted and (self._transport.inline or number >= self._plan_at)
         if self.measures:
             self._clock.begin()
@@ -73,7 +73,7 @@ class Planning:
         """
         if self._number >= GIVEN_UP_AT:
             return True
-        return self.order_learned and not (self._plans and self._transport.size > 1 and self.plan is None)
+        return self.order_learned and not (self._plans and not self._transport.alone and self.plan is None)
 
     def note_ready(self, param: int) -> None:
         self._clock.note(param)

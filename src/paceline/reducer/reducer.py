@@ -8,7 +8,6 @@ collectives. Nothing here looks at the graph: a parameter that took no part is o
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -23,7 +22,7 @@ from paceline.errors import BackwardAborted, IllegalMove
 from paceline.layout import Layout
 from paceline.reducer import autograd, lane_step, taking_part
 from paceline.reducer.autograd import task_id
-from paceline.reducer.backward import TWO_THREADS, Backward, Backwards, Settlement, beside
+from paceline.reducer.backward import NO_TASK, TWO_THREADS, Backward, Backwards, Settlement, beside
 from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.exchange import DeviceReports, PendingReports
@@ -115,11 +114,14 @@ class Reducer:
 
     def on_grad_ready(self, param: torch.Tensor) -> None:
         """Autograd has added to `param.grad`. Runs once per parameter and backward, on the thread of the backward."""
+        slot = self._slot_of[id(param)]
+        if self.backwards.counting == task_id() and slot.only_counts():
+            self.ready_order.append(slot.index)
+            return None
         if torch.is_grad_enabled():  # with create_graph=True; the usual backward does not pay for the switch
             with torch.no_grad():
                 return self.on_grad_ready(param)
         with self.lock:
-            slot = self._slot_of[id(param)]
             if slot.asleep or param.grad is None:  # None: autograd delivered an undefined gradient
                 return None
             backward = self.backwards.current
@@ -144,6 +146,8 @@ class Reducer:
                 self._launch()
             if self._polls and self.set.next > self.set.seen_complete:
                 self._advance()
+            busy = self.planning.measures or (self._polls and self.set.next > self.set.seen_complete)
+            self.backwards.counting = NO_TASK if busy or not self._one_device else backward.task
             return None
 
     def _unusual(self, slot: GradSlot, backward: Backward) -> None:
@@ -282,7 +286,8 @@ class Reducer:
             if found.task != task and found.met_another:
                 raise IllegalMove(TWO_THREADS)
             return found
-        self._await_settlement()
+        if self._unsettled is not None and self._unsettled.is_own(self.lock):
+            self._receive()
         self.abandon()
         if self.refused is not None:
             raise self.refused
@@ -297,16 +302,6 @@ class Reducer:
         if alone and not self.hooks and backward.adds is not False:
             self._begin(backward)
         return backward
-
-    def _await_settlement(self) -> None:
-        """Another thread may be about to receive what it has sent: this backward comes after that one."""
-        while self._unsettled is not None and self._unsettled.running() is not None:
-            if self._unsettled.thread == threading.get_ident():  # a backward inside a callback at the end of backward
-                self._receive()
-                return
-            self.lock.release()
-            time.sleep(0.0005)
-            self.lock.acquire()
 
     def _begin(self, backward: Backward) -> None:
         """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""

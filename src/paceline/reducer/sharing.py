@@ -46,8 +46,8 @@ class ParamHooks:
             self._install()
 
     def _install(self) -> None:
-        for param in self._params:
-            autograd.install_hooks(param)
+        for slot in self._slots:
+            slot.hooks = autograd.install_hooks(slot.param)
         self._marks = [autograd.mark_of_contents(param) for param in self._params]
 
     def shared(self) -> bool:

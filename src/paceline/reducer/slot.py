@@ -1,12 +1,13 @@
 """One parameter's place among the gradients."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.layout import ParamMeta
+from paceline.reducer.autograd import raw_stream
 
 if TYPE_CHECKING:
     from paceline.reducer.bucket import Bucket
@@ -21,7 +22,9 @@ class GradSlot:
         "bucket",
         "dirty",
         "fired",
+        "flushes",
         "held",
+        "hooks",
         "index",
         "kept",
         "late",
@@ -43,6 +46,8 @@ class GradSlot:
         self.view = torch.empty(0, device="cpu")
         self.offset = 0
         self.address = 0
+        self.flushes = False  # on a host: those that wait to be copied fill the cache when this one has come
+        self.hooks: Sized = ()  # on the parameter, also those of the user
         self.asleep = False  # another replica that shares the parameter reduces it
         # What of the current step is known.
         self.fired = False  # autograd has delivered a gradient in this backward
@@ -51,6 +56,22 @@ class GradSlot:
         self.dirty = False  # has gradients that were not reduced
         self.late = False  # a nested backward delivered more after the bucket had left
         self.kept: torch.Tensor | None = None  # the gradient to give back if no rank used the parameter
+
+    def only_counts(self) -> bool:
+        """Count the bucket down by a gradient that has just come, if nothing else follows from it.
+
+        Of most gradients nothing does, so this is what a hook costs. Returns False, and nothing is done, for those that
+        complete or flush their bucket, come a second time or on another stream, or have hooks of the user's.
+        """
+        bucket = self.bucket
+        if bucket.missing <= 1 or self.fired or self.flushes or self.asleep or len(self.hooks) != 1:
+            return False
+        if not (bucket.on_host or raw_stream(bucket.device_index) == bucket.stream):
+            return False
+        self.fired = self.used = self.dirty = True
+        bucket.arrived.append(self)
+        bucket.missing -= 1
+        return True
 
     def attached(self) -> bool:
         """Whether `param.grad` is the view into the bucket, and no one gave that view other memory."""
@@ -62,8 +83,8 @@ class GradSlot:
         self.view = torch.empty(0, device="cpu")
 
     def clear(self) -> None:
-        self.used = self.dirty = False
-        self.clear_backward()
+        self.used = self.dirty = self.fired = self.held = self.late = False
+        self.kept = None
 
     def clear_backward(self) -> None:
         """The gradients of this backward are elsewhere now, but the step goes on."""
