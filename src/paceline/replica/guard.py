@@ -5,6 +5,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Container
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class StepGuard:
         self,
         reducer: Reducer,
         replica: nn.Module,
-        managed: Container[int],
+        managed: frozenset[int],
         ignored: Container[str],
         *,
         refuses: bool,
@@ -81,7 +82,7 @@ class StepGuard:
             if self._judge(optimizer):
                 self._stamp_begin(optimizer, reducer)
             return None
-        if any(id(p) in self._managed for group in optimizer.param_groups for p in group["params"]):
+        if not self._managed.isdisjoint(map(id, _params_of(optimizer))):
             self._refuse_in_backward(reducer)
             self._stamp_begin(optimizer, reducer)
         self._unjudged.add(id(optimizer))
@@ -98,12 +99,11 @@ class StepGuard:
         if reducer is None or self._replica() is None or self._closed:
             return False
         refuses = self._refuses and not reducer.ledger.local_steps
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        managed = self._managed
-        foreign = [p for p in params if id(p) not in managed and p.grad is not None]
-        if refuses and foreign:
-            self._refuse_unmanaged(foreign)
-        if not any(id(p) in managed for p in params):
+        params = _params_of(optimizer)
+        ids = set(map(id, params))
+        if refuses and not ids <= self._managed:
+            self._refuse_unmanaged([p for p in params if id(p) not in self._managed and p.grad is not None])
+        if ids.isdisjoint(self._managed):
             return False
         if reducer.on_finished is not None:
             reducer.on_finished()
@@ -118,7 +118,6 @@ class StepGuard:
             logger.warning(JOINED, reducer.transport.rank)
             reduce_now(reducer)
         if refuses:
-            ids = {id(p) for p in params}
             names = reducer.ledger.unreduced(reducer.set.slots, ids, syncs=reducer.sync_on)
             if names:
                 raise UnreducedGradients(_message(names))
@@ -165,6 +164,10 @@ class StepGuard:
                 f"{_listed(found)} became trainable, or took another parameter's place, after wrapping, so no one "
                 f"reduces the gradients; wrap the module again after such a change, or pass guard=False"
             )
+
+
+def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
