@@ -1,7 +1,6 @@
 """What every transport must do, asked of all of them."""
 
 import gc
-import math
 import time
 import traceback
 import weakref
@@ -169,116 +168,6 @@ def it_refuses_what_cannot_work(transport: Transport) -> None:
         transport.all_gather(torch.ones(1), torch.ones(2))
 
 
-INF, NAN = float("inf"), float("nan")
-
-
-def found_by_all(transport: Transport) -> set[int]:
-    """What the ranks found, together."""
-    own = torch.zeros(transport.size, dtype=torch.int32)
-    for rank in transport.not_finite():
-        own[rank] = 1
-    settle(transport, transport.all_reduce(own, Op.MAX))
-    return {rank for rank, seen in enumerate(own.tolist()) if seen}
-
-
-def reduce_spoilt(
-    transport: Transport, spoilt: dict[int, tuple[int, float]], dtype: torch.dtype, op: Op, numel: int = 1000
-) -> None:
-    """Reduce a tensor into which each rank that is named puts a number."""
-    flat = transport.allocate(numel, dtype, CPU).fill_(1)
-    if transport.rank in spoilt:
-        place, value = spoilt[transport.rank]
-        flat[place] = value
-    settle(transport, transport.all_reduce(flat, op))
-    assert bool(flat.isfinite().all()) is not any(not math.isfinite(value) for _, value in spoilt.values())
-
-
-def adding(transport: Transport) -> list[Op]:
-    return [Op.SUM, Op.MEAN, Op.TREE] if transport.trees(CPU) else [Op.SUM, Op.MEAN]
-
-
-def it_looks_for_what_is_not_finite_only_when_asked(transport: Transport) -> None:
-    reduce_spoilt(transport, {0: (3, NAN)}, torch.float32, Op.SUM)
-    assert found_by_all(transport) == set()
-    transport.find_not_finite(True)
-    reduce_spoilt(transport, {0: (3, NAN)}, torch.float32, Op.SUM)
-    transport.find_not_finite(False)
-    assert found_by_all(transport) == set(), "what was found is forgotten"
-
-
-def it_names_the_ranks_whose_numbers_are_not_finite(transport: Transport) -> None:
-    transport.find_not_finite(True)
-    last = transport.size - 1
-    for dtype in [*FLOATS, torch.complex64]:
-        for op in adding(transport):
-            for rank, place, value in ((0, 0, NAN), (last, 999, INF), (last // 2, 500, -INF)):
-                reduce_spoilt(transport, {rank: (place, value)}, dtype, op)
-                assert found_by_all(transport) == {rank}, (dtype, op, value)
-            # In one place, where the sum does not tell who it was.
-            for value in (INF, NAN):
-                reduce_spoilt(transport, dict.fromkeys({0, last}, (7, value)), dtype, op)
-                assert found_by_all(transport) == {0, last}, (dtype, op, value)
-            reduce_spoilt(transport, {}, dtype, op)
-            assert found_by_all(transport) == set(), (dtype, op)
-    big = 600_000  # elements: several pieces
-    reduce_spoilt(transport, {last: (big - 1, NAN)}, torch.float32, Op.MEAN, big)
-    reduce_spoilt(transport, {}, torch.float32, Op.MEAN, big)
-    assert found_by_all(transport) == {last}, "since the last call, not in the last collective"
-    transport.find_not_finite(False)
-
-
-def it_finds_nothing_in_large_numbers_and_integers(transport: Transport) -> None:
-    transport.find_not_finite(True)
-    for dtype in FLOATS:
-        for op in adding(transport):
-            flat = transport.allocate(1000, dtype, CPU).fill_(0.7 * torch.finfo(dtype).max / transport.size)
-            settle(transport, transport.all_reduce(flat, op))
-            assert flat.isfinite().all()
-    for reduced in (Op.MIN, Op.MAX):
-        flat = torch.tensor([-INF, INF])
-        settle(transport, transport.all_reduce(flat, reduced))
-    numbers = torch.full((4,), -1, dtype=torch.int32)  # the bits of a NaN
-    settle(transport, transport.all_reduce(numbers), transport.all_reduce(torch.zeros(0)))
-    settle(transport, transport.exchange(torch.zeros(transport.size), torch.ones(transport.size)))
-    assert found_by_all(transport) == set()
-    transport.find_not_finite(False)
-
-
-def it_notices_sums_that_overflow(transport: Transport) -> None:
-    transport.find_not_finite(True)
-    for op in adding(transport):
-        flat = transport.allocate(1000, torch.float16, CPU).fill_(1)
-        flat[500] = min(60000, 80000 / transport.size)  # so that it takes all ranks, of all hosts
-        settle(transport, transport.all_reduce(flat, op))
-        overflows = not flat.isfinite().all()
-        assert overflows or transport.size == 1 or op is Op.MEAN
-        assert found_by_all(transport) == (set(range(transport.size)) if overflows else set()), op
-    # Also where the caller adds: rank 0's number alone is large enough to have to do with it.
-    flat = torch.full((transport.size,), 3e38 if transport.rank == 0 else 1.0)
-    for sum_of_all in (3e38, INF):
-        settle(transport, transport.exchange(torch.empty_like(flat), flat, 4))
-        transport.saw_sum(torch.tensor([1.0, sum_of_all]))
-        assert found_by_all(transport) == (set() if math.isfinite(sum_of_all) else {0})
-    transport.find_not_finite(False)
-
-
-def it_looks_at_what_is_exchanged_and_at_sparse_tensors(transport: Transport) -> None:
-    transport.find_not_finite(True)
-    for spoiler in {0, transport.size - 1}:
-        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
-            flat = torch.ones(transport.size * 3, dtype=dtype)
-            if transport.rank == spoiler:
-                flat[-1] = NAN
-            settle(transport, transport.exchange(torch.empty_like(flat), flat))
-            assert found_by_all(transport) == {spoiler}
-        value = INF if transport.rank == spoiler else 1.0
-        with torch.sparse.check_sparse_tensor_invariants():
-            sparse = torch.sparse_coo_tensor(torch.tensor([[transport.rank]]), torch.tensor([value]), (6,))
-        settle(transport, transport.all_reduce(sparse))
-        assert found_by_all(transport) == {spoiler}
-    transport.find_not_finite(False)
-
-
 def it_forgets_a_tensor_that_was_waited_for_in_vain(transport: Transport) -> None:
     """A wait that is over before the others come leaves nothing behind that only the collector would find."""
     flat = torch.ones(1 << 15)
@@ -316,11 +205,6 @@ CASES: list[Callable[[Transport], None]] = [
     it_may_be_waited_for_twice,
     it_leaves_gradients_of_parameters_alone,
     it_refuses_what_cannot_work,
-    it_looks_for_what_is_not_finite_only_when_asked,
-    it_names_the_ranks_whose_numbers_are_not_finite,
-    it_finds_nothing_in_large_numbers_and_integers,
-    it_notices_sums_that_overflow,
-    it_looks_at_what_is_exchanged_and_at_sparse_tensors,
     it_forgets_a_tensor_that_was_waited_for_in_vain,
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -445,11 +329,6 @@ def test_a_process_group_written_in_python() -> None:
     flat = torch.ones(2)
     settle(transport, transport.all_reduce(flat))
     assert flat.tolist() == [3, 3]
-    transport.find_not_finite(True)
-    for value, found in ((1.0, set()), (NAN, {0}), (3e38, {0})):
-        flat = torch.tensor([1.0, value])
-        settle(transport, transport.all_reduce(flat, Op.MEAN))
-        assert transport.not_finite() == found, value
     assert not transport.trees(CPU), "what it adds, and with whom, is not known"
     with pytest.raises(UsageError, match="cannot add in the tree"):
         transport.all_reduce(flat, Op.TREE)

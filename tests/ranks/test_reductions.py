@@ -447,7 +447,7 @@ def test_after_an_interrupt_a_reduction_starts_no_further_collective() -> None:
                 model(draw(1, 4, 3)).sum().backward()
             return
         exchange, before = own.exchange, own._started
-        own.exchange = lambda out, flat, adds: InterruptedOnce(exchange(out, flat, adds))
+        own.exchange = lambda out, flat: InterruptedOnce(exchange(out, flat))
         with pytest.raises(KeyboardInterrupt):
             model(draw(0, 4, 3)).sum().backward()
         assert own._started == before + 1

@@ -1,12 +1,14 @@
 """Numbers that are not finite."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.agree import first_not_finite
-from paceline.collectives.finite import all_finite
+from paceline.agree.finite import OWN, SUM, FiniteCheck, all_finite, numbers_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2]
 
@@ -45,3 +47,50 @@ def test_other_kinds_of_tensors() -> None:
     assert not all_finite(torch.tensor([[0.0, float("inf")]]).to_sparse())
     assert not all_finite(torch.nn.Parameter(torch.tensor(float("nan"))))
     assert first_not_finite([]) is None
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rank_finds_what_it_brings_itself_and_once(dtype: torch.dtype) -> None:
+    check = FiniteCheck(8)
+    fine = torch.randn(100, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for value, only_added in itertools.product((NAN, INF, -INF), (True, False)):
+        spoilt = fine.clone()
+        spoilt[-1] = value
+        check.look_at_own([fine, spoilt, fine])
+        check.look_at_sums([fine], only_added=only_added)
+        assert check.taken() == OWN
+        assert check.taken() == 0
+    check.look_at_own([fine, torch.ones(0), torch.arange(3)])
+    check.look_at_sums([fine], only_added=True)
+    assert check.taken() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_only_who_brings_large_numbers_looks_at_the_sum(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    check, overflown = FiniteCheck(2), torch.full((5,), INF, dtype=dtype)
+    for part, found in ((0.6, SUM), (-0.6, SUM), (0.2, 0)):
+        own = torch.full((5,), part * largest, dtype=dtype)
+        check.look_at_own([own])
+        check.look_at_sums([own], only_added=True)
+        assert check.taken() == 0
+        check.look_at_own([own])
+        check.look_at_sums([own, overflown], only_added=True)
+        assert check.taken() == found, part
+        check.look_at_own([own])
+        check.look_at_sums([own, overflown], only_added=False)
+        assert check.taken() == SUM, "what a compression makes of small numbers may be anything"
+
+
+def test_numbers_of_all_kinds_of_tensors() -> None:
+    assert numbers_of(torch.ones(3, dtype=torch.int64)) is None
+    assert numbers_of(torch.ones(0)) is None
+    assert numbers_of(torch.ones(2, 3, requires_grad=True).t()).shape == (6,)  # type: ignore[union-attr]
+    assert not all_finite(torch.tensor([complex(1, NAN)]).conj())
+    assert not all_finite(torch.tensor(INF))
+    assert not all_finite(torch.tensor([[0.0, NAN]]).to_sparse())
+    assert not all_finite(torch.tensor([1.0, NAN]).to(torch.float8_e5m2))
+    assert all_finite(torch.full((1000,), 3e38)), "though their sum is not"

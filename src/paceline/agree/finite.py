@@ -1,13 +1,94 @@
 """Whether all numbers are finite, and which are not."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from paceline.collectives.finite import all_finite, numbers_of
+CHUNK = 1 << 22  # elements that are looked at in one go; `torch.dot` takes 2^31 at most
+OWN, SUM = 1, 2  # what is not finite: the gradients of a rank, or only the sum over all ranks
+_KNOWN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-CHUNK = 1 << 22  # elements that are looked at in one go, where that takes memory
+
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The floating point numbers of a tensor, flat and real. None if it has none."""
+    tensor = tensor.detach()
+    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        return None
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()  # not coalesced, which would take a sort
+    if not tensor.numel():
+        return None
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = tensor.reshape(-1)
+    return tensor if tensor.dtype in _KNOWN else tensor.to(torch.float32)
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers of a tensor are finite, in one pass over memory. On a device it is waited for.
+
+    One that is not makes the sum not finite, so a sum that is proves it. One that is not may have overflowed: then the
+    smallest and the largest tell, of which a NaN anywhere makes NaNs.
+    """
+    numbers = numbers_of(tensor)
+    if numbers is None or math.isfinite(numbers.sum().item()):
+        return True
+    return all(math.isfinite(end.item()) for end in torch.aminmax(numbers))
+
+
+class FiniteCheck:
+    """Finds out on one rank whether the gradients that it reduces are finite, and what comes of them.
+
+    Which sums are looked at
+    ------------------------
+    A sum of finite numbers that is not finite has overflowed. That takes a rank with a number of at least the largest
+    there is, divided by how many are added. So a rank looks at its own numbers, in one pass, and only if one of them is
+    so large, or if what the ranks do is more than to add, also at the sum. Whatever one rank finds it tells to all.
+    """
+
+    def __init__(self, adds: int) -> None:
+        """`adds`: how many tensors are added up."""
+        self._adds = adds
+        self._found = 0
+        self._large = False
+        self._largest: list[torch.Tensor] = []  # magnitudes that only a device knows
+
+    def look_at_own(self, parts: Iterable[torch.Tensor]) -> None:
+        """These gradients of this rank are about to be reduced."""
+        for part in parts:
+            numbers = numbers_of(part)
+            if numbers is None:
+                continue
+            if numbers.is_cuda:
+                self._largest.append(torch.linalg.vector_norm(numbers, math.inf))
+                continue
+            small = torch.finfo(numbers.dtype).max / (2 * self._adds)  # half of it: partial sums are rounded
+            if not _all_below(numbers, small):
+                low, high = (end.item() for end in torch.aminmax(numbers))
+                self._found |= 0 if math.isfinite(low) and math.isfinite(high) else OWN
+                self._large |= max(-low, high) >= small
+
+    def look_at_sums(self, sums: Sequence[torch.Tensor], *, only_added: bool) -> None:
+        """These have come of them. `only_added`: nothing was done to them but adding and dividing."""
+        if (self._large or not only_added) and not all(map(all_finite, sums)):
+            self._found |= SUM
+
+    def taken(self) -> int:
+        """What was found not to be finite since the last call."""
+        found, self._found, self._large = self._found, 0, False
+        return found
+
+    def taken_on_device(self) -> int | torch.Tensor:
+        """The same where a device looks on: `OWN` or 0, which the host does not wait for."""
+        largest, self._largest = self._largest, []
+        return torch.stack(largest).isfinite().all().logical_not() * OWN if largest else 0
+
+
+def _all_below(numbers: torch.Tensor, small: float) -> bool:
+    """Whether all are proved to be smaller than that, and so finite, by the sum of their squares: one quick pass."""
+    return all(torch.dot(chunk, chunk).item() < small * small for chunk in numbers.split(CHUNK))
 
 
 class NotFinite(NamedTuple):

@@ -126,30 +126,8 @@ class Transport(Protocol):
         """Fill `out` (size × part.numel(), same dtype) with the parts of all ranks, in rank order."""
         ...
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
-        """Cut `flat` into one equal part per rank and send part q to rank q: part q of `out` comes from rank q.
-
-        `adds`: how many tensors like `flat` the caller will add up, if it does; then `saw_sum` is shown the sum.
-        """
-        ...
-
-    def saw_sum(self, flat: torch.Tensor) -> None:
-        """What was exchanged since the last call has been added up to `flat`: finite numbers may have overflowed."""
-        ...
-
-    def find_not_finite(self, on: bool) -> None:
-        """From now on notice floating point numbers that are not finite, in what is added up or exchanged.
-
-        Off until it is asked for, and then it costs nothing. All ranks ask for the same, with nothing in flight.
-        """
-        ...
-
-    def not_finite(self) -> frozenset[int]:
-        """The ranks whose numbers were found not to be finite by this rank since the last call: to be asked when the
-        collectives have been waited for. What all ranks find is complete; one rank need not see everything.
-
-        If numbers are finite and their sum is not, all ranks that may have to do with it are named.
-        """
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        """Cut `flat` into one equal part per rank and send part q to rank q: part q of `out` comes from rank q."""
         ...
 
     def apart(self, timeout_s: float | None = None) -> "Transport":

@@ -3,7 +3,6 @@
 import torch
 
 from paceline.collectives.api import Op, Watch, Work, check_exchange, check_gather, check_reducible, check_root
-from paceline.collectives.finite import ADDING, Sent
 from paceline.errors import CollectiveError
 
 
@@ -12,7 +11,6 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self._watch = _Alone()
-        self._sent = Sent()
 
     @property
     def rank(self) -> int:
@@ -54,8 +52,6 @@ class LocalTransport:
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
         check_reducible(flat, op)
-        if op in ADDING:
-            self._sent.look(flat)
         return _DONE
 
     def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
@@ -68,21 +64,11 @@ class LocalTransport:
             out.view(-1).copy_(part.reshape(-1))
         return _DONE
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         check_exchange(out, flat, 1)
-        self._sent.exchanged(flat, adds)
         with torch.no_grad():
             out.view(-1).copy_(flat.reshape(-1))
         return _DONE
-
-    def saw_sum(self, flat: torch.Tensor) -> None:
-        self._sent.summed(flat)
-
-    def find_not_finite(self, on: bool) -> None:
-        self._sent.turn(on)
-
-    def not_finite(self) -> frozenset[int]:
-        return frozenset([0] if self._sent.taken() else [])
 
     def apart(self, timeout_s: float | None = None) -> "LocalTransport":
         return self

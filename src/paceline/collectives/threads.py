@@ -18,7 +18,6 @@ from paceline.collectives.api import (
     check_root,
     describe,
 )
-from paceline.collectives.finite import ADDING, Sent, culprits
 from paceline.collectives.tree import tree_sum
 from paceline.collectives.watch import Reports
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerLost, UsageError
@@ -122,8 +121,6 @@ class ThreadTransport:
         self._parts = 0
         self._started = 0
         self._watch = _ThreadWatch(world, rank)
-        self._found: set[int] | None = None  # ranks whose numbers are not finite; None: nobody looks
-        self._sent = Sent()
 
     @property
     def rank(self) -> int:
@@ -169,8 +166,6 @@ class ThreadTransport:
         def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
             parts = [tensors[0] for tensors in all_tensors]
             result = _reduce(parts, op)
-            if self._found is not None and op in ADDING:
-                self._found |= culprits(parts, result)
             for tensors in all_tensors:
                 tensors[0].copy_(result)
 
@@ -196,9 +191,8 @@ class ThreadTransport:
 
         return self._start(describe("all_gather", part, ""), [out, part], compute)
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         check_exchange(out, flat, self._size)
-        self._sent.exchanged(flat, adds)
 
         def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
             parts = torch.stack([tensors[1].reshape(self._size, -1) for tensors in all_tensors], dim=1)
@@ -206,19 +200,6 @@ class ThreadTransport:
                 tensors[0].view(-1).copy_(part.reshape(-1))
 
         return self._start(describe("exchange", flat, ""), [out, flat], compute)
-
-    def saw_sum(self, flat: torch.Tensor) -> None:
-        self._sent.summed(flat)
-
-    def find_not_finite(self, on: bool) -> None:
-        self._found = set() if on else None
-        self._sent.turn(on)
-
-    def not_finite(self) -> frozenset[int]:
-        found = frozenset(self._found or ()) | frozenset([self._rank] if self._sent.taken() else [])
-        if self._found:
-            self._found.clear()
-        return found
 
     def apart(self, timeout_s: float | None = None) -> "ThreadTransport":
         self._parts += 1

@@ -33,7 +33,6 @@ from paceline.collectives.api import (
     check_tree,
     describe,
 )
-from paceline.collectives.finite import ADDING, Sent
 from paceline.collectives.own_group import (
     abort_own_group,
     form_own_group,
@@ -44,7 +43,7 @@ from paceline.collectives.own_group import (
 from paceline.collectives.peers import StoreCall
 from paceline.collectives.shm.meet import tell_all
 from paceline.collectives.spare import BorrowingWork, SpareMemory, gather_on_host
-from paceline.collectives.torch_work import Pin, SeenWork, SlicedWork, StagedWork, StreamWork, current_device
+from paceline.collectives.torch_work import Pin, SlicedWork, StagedWork, StreamWork, current_device
 from paceline.collectives.wait import finish
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
@@ -95,7 +94,7 @@ class TorchDistTransport:
         self._backends: dict[torch.device, str] = {}
         self._queued: dict[tuple[torch.device, torch.dtype, Op], AllreduceOptions] = {}
         self._recent: deque[Any] = deque(maxlen=16)
-        self._sent, self._spare = Sent(), SpareMemory()
+        self._spare = SpareMemory()
         self._watch = watch if watch is not None else watch_of(group)
 
     @cached_property
@@ -156,16 +155,14 @@ class TorchDistTransport:
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
         known = self._queued.get((flat.device, flat.dtype, op))
-        if known is not None and not self._sent.on:
+        if known is not None:
             return self._queue_all_reduce(flat, op, known)
         check_reducible(flat, op)
         check_tree(op, self.trees(flat.device))
         if self._must_stage(flat):
             staged = flat.to(current_device())
             return StagedWork(self.all_reduce(staged, op), staged, flat)
-        look = self._sent.look(flat, self._size) if op in ADDING else None
-        work = self._start_all_reduce(flat, op)
-        return work if look is None else SeenWork(work, look, flat)
+        return self._start_all_reduce(flat, op)
 
     def _queue_all_reduce(self, flat: torch.Tensor, op: Op, options: AllreduceOptions) -> Work:
         """What was found to need nothing more than to be queued on a stream."""
@@ -220,27 +217,17 @@ class TorchDistTransport:
             raw = self._moves._allgather_base(filled, sent, AllgatherOptions())
         return self._begun(raw, call, out, 1)
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         check_exchange(out, flat, self._size)
         if self._must_stage(flat):
             staged = out.to(current_device())
-            return StagedWork(self.exchange(staged, flat.to(current_device()), adds), staged, out)
+            return StagedWork(self.exchange(staged, flat.to(current_device())), staged, out)
         if self._is_python:
             raise UsageError("a process group written in Python has no exchange; use a reduction that needs none")
-        self._sent.exchanged(flat, adds)
         call = describe("exchange", flat, "")
         with self._naming_the_lost(call):
             raw = self._moves.alltoall_base(_real(out.view(-1)), _real(flat.reshape(-1)), [], [], AllToAllOptions())
         return self._begun(raw, call, out, 1)
-
-    def saw_sum(self, flat: torch.Tensor) -> None:
-        self._sent.summed(flat)
-
-    def find_not_finite(self, on: bool) -> None:
-        self._sent.turn(on)
-
-    def not_finite(self) -> frozenset[int]:
-        return frozenset([self._rank] if self._sent.taken() else [])
 
     def apart(self, timeout_s: float | None = None, devices: Collection[torch.device] = ()) -> "TorchDistTransport":
         """See `Transport.apart`: connections (gloo) or a communicator (NCCL) of its own, for the tensors of `devices`.

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from paceline.collectives.api import Work
 from paceline.collectives.event_work import EventWork
-from paceline.collectives.finite import Look
 
 
 class Pin:
@@ -131,26 +130,6 @@ class StreamWork:
                 with torch.no_grad():
                     self._tensor.div_(self._divide_by)
             self._ordered = True
-        return True
-
-
-class SeenWork:
-    """A sum that is looked at as soon as it is complete."""
-
-    def __init__(self, work: Work, look: Look, tensor: torch.Tensor) -> None:
-        self._work = work
-        self._look: Look | None = look
-        self._tensor = tensor
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def wait(self, seconds: float) -> bool:
-        if not self._work.wait(seconds):
-            return False
-        if self._look is not None:
-            self._look.at_result(self._tensor)
-            self._look = None
         return True
 
 

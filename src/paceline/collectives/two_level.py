@@ -59,31 +59,23 @@ class HostCrossing:
         self._said = torch.empty(2 * notes.size, dtype=torch.int64, device="cpu")
         self._note = notes.all_gather(self._said, torch.tensor(call, dtype=torch.int64, device="cpu"))
         self._part: tuple[torch.Tensor, Op] | None = None
-        self._spoilt: torch.Tensor | None = None  # 1 if the part of a host is not finite
-        self._works: list[Work] = []
+        self._work: Work | None = None
         self._departed = False
 
-    def send(self, part: torch.Tensor, op: Op, finite: bool | None = None) -> None:
+    def send(self, part: torch.Tensor, op: Op) -> None:
         self._part = part, Op.SUM if op is Op.MEAN else op  # the engine divides
-        if finite is not None and part.numel():
-            self._spoilt = torch.tensor([not finite], dtype=torch.int32, device="cpu")
 
     def departed(self) -> bool:
         if not self._departed and self._note.done() and self._note.wait(0):
             self._check()
             assert self._part is not None
             if self._part[0].numel():
-                self._works.append(self._sums.all_reduce(*self._part))
-            if self._spoilt is not None:
-                self._works.append(self._sums.all_reduce(self._spoilt, Op.MAX))
+                self._work = self._sums.all_reduce(*self._part)
             self._departed = True
         return self._departed
 
     def arrived(self) -> bool:
-        return self.departed() and all(work.done() and work.wait(0) for work in self._works)
-
-    def all_were_finite(self) -> bool:
-        return self._spoilt is not None and not self._spoilt.item()
+        return self.departed() and (self._work is None or (self._work.done() and self._work.wait(0)))
 
     def _check(self) -> None:
         calls = [(word, numel) for word, numel in self._said.view(-1, 2).tolist()]
@@ -246,17 +238,8 @@ class TwoLevelTransport:
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
         return self._flat.all_gather(out, part)
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
-        return self._flat.exchange(out, flat, adds)
-
-    def saw_sum(self, flat: torch.Tensor) -> None:
-        self._inside.saw_sum(flat)  # which tells `flat`, too
-
-    def find_not_finite(self, on: bool) -> None:
-        self._inside.find_not_finite(on)  # which asks `flat`, too
-
-    def not_finite(self) -> frozenset[int]:
-        return self._inside.not_finite()
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        return self._flat.exchange(out, flat)
 
     def apart(self, timeout_s: float | None = None) -> Transport:
         return self._again(timeout_s)

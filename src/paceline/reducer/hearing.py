@@ -30,7 +30,8 @@ def send_report(reducer: "Reducer") -> None:
     on_device = reducer.ordered_by_streams
     if on_device and torch.cuda.is_current_stream_capturing():
         return
-    found = Findings() if reducer.oversight is None else reducer.oversight.findings(on_device=on_device)
+    sums = [bucket.flat for bucket in reducer.set.buckets if not bucket.skipped]
+    found = Findings() if reducer.oversight is None else reducer.oversight.findings(sums, on_device=on_device)
     turn = reducer.turn
     told = turn.report(reducer, found)
     if on_device:

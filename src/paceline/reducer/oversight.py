@@ -16,7 +16,7 @@ class Findings:
 
     state: int | torch.Tensor = 0  # digest of a part of the state: must be equal
     signature: int = 0  # digest of what the state is made of; 0: this rank's is not to be compared
-    not_finite: int | torch.Tensor = 0  # a bit for every rank whose gradients were found not to be finite
+    not_finite: int | torch.Tensor = 0  # what was found not to be finite: see agree/finite.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,12 @@ class Oversight(Protocol):
         ...
 
     def look_at_own(self, parts: Sequence[torch.Tensor]) -> None:
-        """These gradients of this rank are about to be reduced, on a device whose collectives streams order."""
+        """These gradients of this rank are about to be reduced."""
         ...
 
-    def findings(self, *, on_device: bool) -> Findings:
-        """`on_device`: the report is sent from there, so nothing is waited for."""
+    def findings(self, sums: Sequence[torch.Tensor], *, on_device: bool) -> Findings:
+        """`sums`: what was reduced, if it is looked at. `on_device`: the report is sent from there, so nothing is
+        waited for."""
         ...
 
     def judge(self, rows: Sequence[StepReport], slots: Sequence[GradSlot] | None) -> Verdict:

@@ -205,7 +205,7 @@ class Reducer:
             if not bucket.skipped:
                 blocks = () if self.lanes is None else self.lanes.blocks(bucket.spec.index, bucket.flat)
                 self.calls = hash((self.calls, bucket.key))
-                if self.oversight is not None and self.oversight.looks_at_sums and self.ordered_by_streams:
+                if self.oversight is not None and self.oversight.looks_at_sums:
                     self.oversight.look_at_own([part for _, part in blocks] or [bucket.flat])
                 self.turn.broken = True  # until the reduction has returned
                 bucket.flight = self.reduction(bucket.grad_bucket(blocks, last=self.set.next == last), self.transport)

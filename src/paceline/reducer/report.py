@@ -20,7 +20,7 @@ from paceline.reducer.slot import GradSlot
 logger = logging.getLogger("paceline")
 
 # Where a report has what is read on the device: a rank's gradients are not to be used (a float32, 1.0 or 0.0, in the
-# first half of the column), its weight, the digest of its state, and whose gradients it has found not to be finite.
+# first half of the column), its weight, the digest of its state, and what it has found not to be finite.
 BROKEN, WEIGHT, STATE, NOT_FINITE = 0, 5, 13, 15
 HEADER = 19  # columns before those of used parameters and of lanes
 BITS = 62  # used parameters per column

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.agree import Rotation, StartedWord, first_not_finite, heal, locate, start_word
 from paceline.agree.capsule import Kind
+from paceline.agree.finite import OWN, FiniteCheck
 from paceline.agree.homes import homes_in
 from paceline.agree.pieces import Piece
 from paceline.agree.rotation import Gone, Listed
@@ -98,8 +98,10 @@ class Overseer:
         params: Named,
         group: Group,
         buffers: LaneBuffers | None = None,
+        adds: int = 1,
     ) -> None:
-        """`buffers`: only in lanes are they meant to be equal on all ranks, when a step begins."""
+        """`buffers`: only in lanes are they meant to be equal on all ranks, when a step begins. `adds`: how many
+        gradients are added up, if that is more than one of each rank."""
         agreement.check_trust(group.size)
         self.agreement = agreement
         # Kind, text, ranks, and whether it is about the step before the one that runs.
@@ -118,10 +120,9 @@ class Overseer:
         self._compares = bool(agreement.state_every) and not self._transport.alone
         self._step = self._compared = 0
         self._word: StartedWord | None = None
-        self._own_largest: list[torch.Tensor] = []  # of the gradients that this rank has sent in this step
+        self._finite = FiniteCheck(max(group.size, adds))
+        self.only_adds: Callable[[], bool] = lambda: False  # whether that is all a reduction does with gradients
         self._in_a_row = 0
-        if self.looks_at_sums:
-            self._transport.find_not_finite(True)
 
     @property
     def _transport(self) -> Transport:
@@ -167,33 +168,22 @@ class Overseer:
         return max(1, self.agreement.state_every // COMPARED_PER_ROUND) if on_device else 1
 
     def look_at_own(self, parts: Sequence[torch.Tensor]) -> None:
-        # The largest magnitude is not finite exactly if some number is not.
-        self._own_largest += [torch.linalg.vector_norm(part, math.inf) for part in parts if part.numel()]
+        self._finite.look_at_own(parts)
 
-    def findings(self, *, on_device: bool) -> Findings:
+    def findings(self, sums: Sequence[torch.Tensor], *, on_device: bool) -> Findings:
         # Forgotten here and not when the next step begins: that one may be captured, and pinned memory that is given
         # back during a capture becomes a part of it.
         word, self._word = self._word, None
         state: int | torch.Tensor = 0
         if word is not None:
             state = word.word() if not on_device else word.on_device()
-        found = self._found_on_device() if on_device else self._found()
+        found: int | torch.Tensor = 0
+        if self.looks_at_sums and on_device:  # there sums are looked at before the update: replica/gate.py
+            found = self._finite.taken_on_device()
+        elif self.looks_at_sums:
+            self._finite.look_at_sums(sums, only_added=self.only_adds())
+            found = self._finite.taken()
         return Findings(state, 0 if word is None else self._signature, found)
-
-    def _found(self) -> int:
-        """A bit for each rank whose gradients were found not to be finite."""
-        mask = 0
-        if self.looks_at_sums:
-            for rank in self._transport.not_finite():
-                mask |= _bit(rank)
-        return mask
-
-    def _found_on_device(self) -> int | torch.Tensor:
-        """The own bit, if this rank's gradients are not finite. The sums are looked at before the update: gate.py."""
-        looks, self._own_largest = self._own_largest, []
-        if not looks:
-            return 0
-        return torch.stack(looks).isfinite().all().logical_not() * _bit(self._transport.rank)
 
     def judge(self, rows: Sequence[StepReport], slots: Sequence[GradSlot] | None) -> Verdict:
         error = None
@@ -203,15 +193,12 @@ class Overseer:
             self._compare_parameters_only()
         elif len({row.state for row in rows}) > 1:
             error = self._drifted(late=slots is None)
-        found = 0
-        for row in rows:
-            found |= row.not_finite
         late = slots is None
         bad = self.bad_in(rows[0].reduction) if late and self.looks_at_sums else []
-        if not found and not bad:
+        if not bad and not any(row.not_finite for row in rows):
             self._in_a_row = 0
             return Verdict(error=error)
-        ranks = [rank for rank in range(self._transport.size) if found & _bit(rank)]
+        ranks = [rank for rank, row in enumerate(rows) if row.not_finite & OWN]
         who = f"by the batch of {_batches_of(ranks, rows)}" if ranks else "since the sum over all ranks has overflowed"
         what = _first(bad) if slots is None else _first_of_sums(slots)
         step = self._step if not late else rows[0].lane_step if rows[0].lane_weights else rows[0].reduction
@@ -239,8 +226,6 @@ class Overseer:
         self._rotation, self._stale = None, True
         self._compared = self._in_a_row = 0
         self._word = None
-        if self.looks_at_sums:
-            self._transport.find_not_finite(True)
 
     def make_equal(self, ledger: StepLedger) -> None:
         """Ranks that were stopped at different places go on from one state, which some rank really had: everything is
@@ -363,10 +348,6 @@ def _first(bad: Sequence[str]) -> str:
 def _first_of_sums(slots: Sequence[GradSlot]) -> str:
     first = first_not_finite((slot.meta.name, slot.view) for slot in slots if not slot.asleep)
     return "a gradient" if first is None else f"the gradient of {first.name} ({first.how_many} × {first.kind})"
-
-
-def _bit(rank: int) -> int:
-    return 1 << min(rank, 62)
 
 
 class _InLanes:

@@ -35,6 +35,7 @@ from paceline.replica.recording import recording_asked
 from paceline.replica.stepping import Stepping
 from paceline.replica.torch_surface import TorchReducer
 from paceline.replica.untraced import keep_out_of_graphs
+from paceline.strategies.fixed_order import FixedOrder
 from paceline.strategies.lane_sum import LaneSum
 from paceline.strategies.reduction import Mean
 from paceline.trace import Moment, Trace
@@ -307,7 +308,8 @@ class DistributedDataParallel(Stepping):
                 self._lane_loop.capsules = self._capsules
         if not self._transport.alone or agreement.not_finite != "keep":
             params = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-            overseer = Overseer(agreement, params, self._group, buffers)
+            overseer = Overseer(agreement, params, self._group, buffers, adds=self._lane_count or 1)
+            overseer.only_adds = lambda: isinstance(core.reduction, Mean | FixedOrder | LaneSum)
             overseer.on_finding = None if self._capsules is None else self._capsules.on_finding
             core.oversight = overseer
 

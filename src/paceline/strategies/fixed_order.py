@@ -48,7 +48,7 @@ def _reduce(flat: torch.Tensor, transport: Transport) -> Steps:
     slices = torch.empty_like(body)
     rests = torch.empty(size * rest.numel(), dtype=flat.dtype, device=flat.device)
     if share:
-        yield transport.exchange(slices, body, size)
+        yield transport.exchange(slices, body)
     if rest.numel():
         yield transport.all_gather(rests, rest.clone())
     if share:
@@ -56,7 +56,6 @@ def _reduce(flat: torch.Tensor, transport: Transport) -> Steps:
         yield transport.all_gather(body, own)
     if rest.numel():
         rest.copy_(_mean(rests, size, flat.dtype))
-    transport.saw_sum(flat)
 
 
 def _mean(parts: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:

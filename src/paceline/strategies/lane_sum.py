@@ -130,7 +130,6 @@ def _reduce(
         yield transport.all_gather(flat[piece], own)
     if over:
         flat[body:] = rest[:over]
-    transport.saw_sum(flat)
 
 
 def _pieces(body: int, flat: torch.Tensor, size: int) -> Iterator[slice]:
@@ -155,7 +154,7 @@ def _own_slice(
             slices = lent[-1][: part.numel()]
         else:
             slices = torch.empty_like(part)
-        yield transport.exchange(slices, part, lanes)
+        yield transport.exchange(slices, part)
         rounds.append(slices.view(transport.size, -1))
     total = tree_sum_of_blocks(_by_block(rounds, cut), lanes)
     for memory in lent:

@@ -12,11 +12,8 @@ DIFFERENT = -1  # in place of a call: the ranks of this host have called differe
 class Crossing(Protocol):
     """One all_reduce between hosts."""
 
-    def send(self, part: torch.Tensor, op: Op, finite: bool | None = None) -> None:
-        """Combine `part`, what this host has made of its slice, with those of the other hosts, in place.
-
-        `finite`: whether its numbers are. None: nobody looks, on no host.
-        """
+    def send(self, part: torch.Tensor, op: Op) -> None:
+        """Combine `part`, what this host has made of its slice, with those of the other hosts, in place."""
         ...
 
     def departed(self) -> bool:
@@ -28,10 +25,6 @@ class Crossing(Protocol):
 
     def arrived(self) -> bool:
         """Whether the part is what all hosts have made of it. Never blocks."""
-        ...
-
-    def all_were_finite(self) -> bool:
-        """Once it has arrived: whether all hosts looked at their parts and found them finite."""
         ...
 
 

@@ -49,7 +49,6 @@ class Engine:
         self._completed = 0
         self._plans: dict[bytes, Summing | Sources] = {}
         self._scratch = Scratch()
-        self._found: set[int] | None = None  # places of ranks whose numbers are not finite; None: nobody looks
         self._lock = threading.Lock()
         self._given_up: str | None = None
         self._failure: RuntimeError | None = None
@@ -95,19 +94,6 @@ class Engine:
         if operation.error is not None:
             raise operation.error
         return True
-
-    def find_not_finite(self, on: bool) -> None:
-        with self._lock:
-            self._found = set() if on else None
-
-    def not_finite(self) -> frozenset[int]:
-        """The ranks whose numbers were found not to be finite since the last call, in sums that this rank made."""
-        if not self._found:
-            return frozenset()
-        with self._lock:
-            found = frozenset(self.mesh.ranks[place] for place in self._found)
-            self._found.clear()
-            return found
 
     def _step(self, operation: Operation, heard: Heard) -> list[Link] | None:
         """Get on with everything. None when `operation` is over, else the peers to wait for."""
@@ -187,10 +173,10 @@ class Engine:
             assert operation.read is not None
             operation.read(prepared)
         elif self._between is None:
-            prepared.run(self._found)
+            prepared.run()
         elif operation.crossing is not None:
-            finite = prepared.sum(self._found)
-            operation.crossing.send(prepared.result, record.op_of(operation.word), finite)
+            prepared.sum()
+            operation.crossing.send(prepared.result, record.op_of(operation.word))
             operation.spreads = prepared
 
     def _cross(self) -> None:
@@ -214,9 +200,7 @@ class Engine:
         if operation.crossing is not None and not operation.crossing.arrived():
             return False
         if operation.spreads is not None:
-            # Which host is to blame is known by that host, unless none is.
-            blameless = operation.crossing is not None and operation.crossing.all_were_finite()
-            operation.spreads.spread(self._found if blameless else None)
+            operation.spreads.spread()
         return True
 
     def _finish(self, operation: Operation) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.collectives.api import Op
-from paceline.collectives.finite import ADDING, are_finite
 from paceline.collectives.tree import tree_additions
 
 Sources = list[torch.Tensor]
@@ -56,13 +55,6 @@ class Summing:
     Copies are added in rank order, into the first, so the bits do not depend on who came when. Half precision is added
     in float32 and rounded once. `Op.TREE` is added in the order of the tree and rounded at every node; its partial sums
     lie in the copies, which the result overwrites.
-
-    How it is found who spoilt a sum
-    --------------------------------
-    `found` gets the places of copies with numbers that are not finite; None: nobody looks. A result that is finite
-    proves that all copies were, and it is in the cache. Else the copies are looked at, of which some are lost by then:
-    those that were added into. So these are looked at before, each piece just before it is needed, which costs less
-    than to add elsewhere. What no copy is to blame for is an overflow, by all of them.
     """
 
     def __init__(
@@ -75,8 +67,6 @@ class Summing:
         self._wide = first.dtype in _HALF and op not in (Op.MIN, Op.MAX, Op.TREE)
         others = range(1, len(copies))
         self._order = tree_additions(len(copies)) if op is Op.TREE else [(0, other) for other in others]
-        self._looks = op in ADDING and (first.dtype.is_floating_point or first.dtype.is_complex)
-        self._lost = {into for into, _ in self._order}
         begin, end = bounds
         with torch.inference_mode(False):
             slices = [copy[begin:end] for copy in copies]
@@ -84,44 +74,26 @@ class Summing:
             pieces = [part.split(max(1, PIECE // first.itemsize)) for part in slices] if end > begin else []
             self._pieces = list(zip(*pieces, strict=True))
 
-    def run(self, found: set[int] | None = None) -> None:
+    def run(self) -> None:
         """Combine, divide and spread, piece by piece."""
         for piece in self._pieces:
-            self._sum_and_look(piece, self._divide_by, found)
+            self._sum(piece, self._divide_by)
             for other in piece[1:]:
                 other.copy_(piece[0])
 
-    def sum(self, found: set[int] | None = None) -> bool | None:
+    def sum(self) -> None:
         """Combine only; the result of this host is then in `result`. Half precision is divided here, or the sum of the
-        hosts could overflow. Returns whether the result is finite, None if nobody looked."""
-        finite = True
+        hosts could overflow."""
         for piece in self._pieces:
-            finite &= self._sum_and_look(piece, self._divide_by if self._wide else 1, found)
-        return finite if self._looks and found is not None else None
+            self._sum(piece, self._divide_by if self._wide else 1)
 
-    def spread(self, found: set[int] | None = None) -> None:
-        """Divide what has been made of `result` and write it to all copies. If it is not finite, all are to blame."""
+    def spread(self) -> None:
+        """Divide what has been made of `result` and write it to all copies."""
         for first, *others in self._pieces:
             if not self._wide:
                 _divide(first, self._divide_by)
-            if self._looks and found is not None and not are_finite(_real(first)):
-                found.update(range(1 + len(others)))
             for other in others:
                 other.copy_(first)
-
-    def _sum_and_look(self, piece: "_Piece", divide_by: int, found: set[int] | None) -> bool:
-        """Combine one piece of all copies in that of the first. False if the result was found not to be finite."""
-        if found is None or not self._looks:
-            self._sum(piece, divide_by)
-            return True
-        bad = {place for place in self._lost if not are_finite(_real(piece[place]))}
-        self._sum(piece, divide_by)
-        if are_finite(_real(piece[0])):
-            return True
-        kept = (place for place in range(len(piece)) if place not in self._lost)
-        bad.update(place for place in kept if not are_finite(_real(piece[place])))
-        found.update(bad or range(len(piece)))
-        return False
 
     def _sum(self, piece: "_Piece", divide_by: int) -> None:
         first, *others = piece
@@ -145,10 +117,6 @@ class Summing:
 
 
 _Piece = tuple[torch.Tensor, ...]  # of every copy
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _divide(tensor: torch.Tensor, by: int) -> None:

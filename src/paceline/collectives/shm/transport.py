@@ -17,7 +17,6 @@ from paceline.collectives.api import (
     check_reducible,
     check_root,
 )
-from paceline.collectives.finite import Sent
 from paceline.collectives.shm import record
 from paceline.collectives.shm.arenas import NOWHERE, Arenas, Staging
 from paceline.collectives.shm.crossing import Between
@@ -55,7 +54,6 @@ class ShmTransport:
         self._store_watch = watch
         self._fallback = fallback
         self._store = store
-        self._sent = Sent()
         self._arenas = Arenas()
         self._staging = Staging(self._arenas)
         self._engine = Engine(mesh, self._arenas, between, owners or mesh.size, divide_by or mesh.size)
@@ -146,27 +144,13 @@ class ShmTransport:
         in_place = part.data_ptr() == own
         return self._offer(word, part.detach(), _reader(target), apart_from=None if in_place else target)
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor, adds: int = 1) -> Work:
+    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         check_exchange(out, flat, self.size)
         if not _ours(flat):
-            return self._fallback.exchange(out, flat, adds)
-        self._sent.exchanged(flat, adds)
+            return self._fallback.exchange(out, flat)
         target = out.detach()
         word = record.call_word(record.EXCHANGE, flat.dtype)
         return self._offer(word, flat.detach(), _reader(target), apart_from=target)
-
-    def saw_sum(self, flat: torch.Tensor) -> None:
-        self._sent.summed(flat)
-        self._fallback.saw_sum(flat)
-
-    def find_not_finite(self, on: bool) -> None:
-        self._sent.turn(on)
-        self._engine.find_not_finite(on)
-        self._fallback.find_not_finite(on)
-
-    def not_finite(self) -> frozenset[int]:
-        own = frozenset([self._mesh.ranks[self._mesh.place]] if self._sent.taken() else [])
-        return own | self._engine.not_finite() | self._fallback.not_finite()
 
     def apart(self, timeout_s: float | None = None) -> "ShmTransport":
         if self._store is None:
