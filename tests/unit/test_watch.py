@@ -246,10 +246,10 @@ def deadlock(store: Store, calls: Callable[[StoreWatch, int], None], **settings:
 
 def test_ranks_that_issued_different_things_all_learn_it(store: HashStore) -> None:
     def calls(watch: StoreWatch, rank: int) -> None:
-        watch.began("all_reduce A")
-        watch.began("all_reduce B" if rank == 0 else "broadcast B")
+        watch.calls.began("all_reduce A")
+        watch.calls.began("all_reduce B" if rank == 0 else "broadcast B")
         if rank == 0:
-            watch.began("all_reduce C")
+            watch.calls.began("all_reduce C")
 
     messages = deadlock(store, calls)
     assert len(messages) == 2
@@ -261,7 +261,7 @@ def test_ranks_that_issued_different_things_all_learn_it(store: HashStore) -> No
 def test_waiting_for_different_parts_of_one_sequence_is_no_deadlock(store: HashStore) -> None:
     def calls(watch: StoreWatch, rank: int) -> None:
         for _ in range(40 + rank):
-            watch.began("all_reduce A")
+            watch.calls.began("all_reduce A")
 
     assert deadlock(store, calls) == []
 

@@ -191,14 +191,14 @@ class _Call:
 
     def _agree(self, store: Store, watch: StoreWatch, line: _CallLine) -> None:
         header = _Header(store, self.transport.rank, self.transport.size, line.encode(), watch)
-        watch.began(line.call)
+        watch.calls.began(line.call)
         posted = StoreCall(header.exchange)
         try:
             finish(posted, what=f"the start of {self._text}", watch=watch, timeout_s=self._left_s())
         except BaseException as error:
             posted.stop()
             if not posted.found():
-                watch.took_back()
+                watch.calls.took_back()
                 raise
             if not isinstance(error, PeerAbsent):  # the last rank has come while this one gave up: it counts
                 raise

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from paceline.collectives.call_log import CallLog
 from paceline.collectives.ending import settled_at_exit
 
 T = TypeVar("T")
@@ -134,24 +134,13 @@ class OwnState:
         self.pid = os.getpid()
         self._threads: set[int] = set()
         self._waits: dict[int, Wait] = {}
-        self._lines: dict[str, _Counting] = {}
+        self._lines: dict[str, CallLog] = {}
         self._said: dict[str, Any] = {}
         self._looks = 0
 
-    def began(self, line: str, call: str) -> None:
-        """This thread has started a collective."""
-        self._threads.add(_thread.get_ident())
-        known = self._lines.get(line)
-        if known is None:
-            known = self._lines.setdefault(line, _Counting())
-        known.count += 1
-        known.recent.append(call)
-
-    def took_back(self, line: str) -> None:
-        """The newest collective of the line was given up, as if it had never been started."""
-        known = self._lines[line]
-        known.count -= 1
-        known.recent.pop()
+    def calls(self, line: str) -> CallLog:
+        """What this process starts in one line of the group's collectives."""
+        return self._lines.setdefault(line, CallLog(self._threads))
 
     def waits(self, wait: Wait) -> None:
         """This thread waits. `since` stays what it was while the wait is the same."""
@@ -194,12 +183,6 @@ class OwnState:
     @cached_property
     def _identity(self) -> Identity:
         return Identity.own()
-
-
-class _Counting:
-    def __init__(self) -> None:
-        self.count = 0
-        self.recent: deque[str] = deque(maxlen=16)
 
 
 # One per group and process, as torch keeps one table of groups; unit tests have several ranks in one process.

@@ -171,7 +171,7 @@ class TorchDistTransport:
             raw = self._moves.allreduce([flat], options)
         except dist.DistBackendError as error:
             raise self._watch.explain(call, 0.0, error) from error
-        self._watch.began(call)
+        self._watch.calls.began(call)
         return StreamWork(raw, flat, 1)
 
     def _start_all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
@@ -310,7 +310,7 @@ class TorchDistTransport:
             raise self._watch.explain(call, 0.0, error) from error
 
     def _begun(self, raw: Any, call: str, tensor: torch.Tensor, divide_by: int) -> Work:
-        self._watch.began(call)
+        self._watch.calls.began(call)
         if tensor.numel() < SMALL:
             # Kept for a while, so that it is not gloo's thread that drops the last reference: a work object holds
             # Python objects, and a thread that asks for the interpreter while that ends aborts the process.

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from torch.distributed.distributed_c10d import Store
 
+from paceline.collectives.call_log import CallLog
 from paceline.collectives.call_site import call_site, told
 from paceline.collectives.deadlock import Doubt
 from paceline.collectives.ending import settled_at_exit
@@ -63,7 +64,7 @@ class Reports:
 class StoreWatch:
     """The watch of one rank of a group that has a torch store.
 
-    `line` names the sequence of collectives that `began` counts; it must be the same on all ranks. `store=None`
+    `line` names the sequence of collectives that `calls` counts; it must be the same on all ranks. `store=None`
     watches without knowing anybody: waits are reported without names. `store_host` is the rank whose process answers
     for the store, if that is a rank. `settle_s` is how long all ranks must have waited for different things before
     that counts as a deadlock when it cannot be proven from what they have issued: see `collectives.deadlock`.
@@ -104,15 +105,10 @@ class StoreWatch:
         if self._board is not None:
             self._board.post()
 
-    def began(self, call: str) -> None:
-        """Note a collective that this rank has started. A deadlock can then be proven from what ranks issued."""
-        if self._store is not None:
-            self._own.began(self._line, call)
-
-    def took_back(self) -> None:
-        """Note that the newest collective was given up before anything was sent."""
-        if self._store is not None:
-            self._own.took_back(self._line)
+    @cached_property
+    def calls(self) -> CallLog:
+        """Where collectives that this rank starts are noted. A deadlock can then be proven from what ranks issued."""
+        return CallLog(set()) if self._store is None else self._own.calls(self._line)
 
     def look(self, what: str, waited_s: float) -> None:
         """Report absent peers, raise for dead ones and for deadlocks. See `Watch.look`."""

@@ -49,7 +49,7 @@ class Watcher:
         self._flights: deque[Unanswered] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.error: PacelineError | None = None
+        self.error: PacelineError | None = None  # what the thread has found; raised by the next call of the replica
 
     def watch(self, flight: Unanswered) -> None:
         """Look after `flight` until it is answered."""
@@ -65,11 +65,6 @@ class Watcher:
     def close(self) -> None:
         """Look no more; the thread ends soon."""
         self._closed = True
-
-    def check(self) -> None:
-        """Raise what the thread has found."""
-        if self.error is not None:
-            raise self.error
 
     def _run(self) -> None:
         looked: Unanswered | None = None

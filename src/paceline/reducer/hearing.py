@@ -88,7 +88,7 @@ def hear_now(reducer: "Reducer", rows: Sequence[StepReport]) -> Exception | None
         if dropped:
             reducer.uses = [0] * len(reducer.set.slots)
     _give_back(reducer)
-    if rows[0].ready and not any(row.several for row in rows):
+    if not reducer.planning.over and rows[0].ready and not any(row.several for row in rows):
         reducer.planning.after_reduction(reducer.set, reducer.ready_order)
     wait_for_buffer_hooks(reducer)
     if any(row.graph_changed for row in rows):

@@ -43,6 +43,7 @@ class Planning:
         self.order_learned = False
         self.plan: Plan | None = None
         self.measures = False  # the times of the backward that runs are wanted
+        self.over = False  # there is nothing more to learn: steps need not ask
 
     @property
     def _transport(self) -> Transport:
@@ -56,13 +57,14 @@ class Planning:
         if self.measures:
             self._clock.begin()
 
-    def begin_anew(self, layout: Layout) -> None:
-        """Forget the plan: the gradients are of another type or size now, and ready at other times."""
+    def begin_anew(self, layout: Layout, number: int) -> None:
+        """Forget the plan: after reduction `number` gradients are of another type or size, and ready at other times."""
         self._device = layout.params[0].device
         self._clock = ReadyClock(self._device)
         self._plans = self._settings.plans_buckets
-        self._plan_at = self._number + PLAN_AT
+        self._plan_at = number + PLAN_AT
         self.plan = None
+        self.over = False
 
     @property
     def settled(self) -> bool:
@@ -71,16 +73,13 @@ class Planning:
         Replicas that share a backward with others learn nothing: ranks may come to them in different orders, and what
         is learned takes collectives of its own.
         """
-        if self._number >= GIVEN_UP_AT:
-            return True
-        return self.order_learned and not (self._plans and not self._transport.alone and self.plan is None)
+        return self.over or self._number >= GIVEN_UP_AT
 
     def note_ready(self, param: int) -> None:
         self._clock.note(param)
 
     def note_end(self) -> None:
-        if self.measures:
-            self._clock.end()
+        self._clock.end()
 
     def after_reduction(self, buckets: BucketSet, ready_order: Sequence[int]) -> None:
         """All ranks call it after a reduction in which rank 0 saw gradients become ready."""
@@ -91,6 +90,7 @@ class Planning:
         elif not self.order_learned:
             self._learn_order(buckets, ready_order)
         self.measures = False
+        self.over = self.order_learned and not (self._plans and not self._transport.alone and self.plan is None)
 
     def _learn_order(self, buckets: BucketSet, ready_order: Sequence[int]) -> None:
         order = torch.tensor(_whole_order(buckets.layout, ready_order), dtype=torch.int64, device="cpu")

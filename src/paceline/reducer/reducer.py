@@ -227,7 +227,8 @@ class Reducer:
         """Have on its way all that the other ranks need."""
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)
         self.backwards.close()
-        self.planning.note_end()
+        if self.planning.measures:
+            self.planning.note_end()
         self.dropped = True  # until it is settled
         try:
             for bucket in self.fill_up():
@@ -288,7 +289,7 @@ class Reducer:
             return found
         if self._unsettled is not None and self._unsettled.is_own(self.lock):
             self._receive()
-        self.abandon()
+        self.set.forget_arrived() if self.backwards.current is None else self.abandon()
         if self.refused is not None:
             raise self.refused
         self.relay_now()
@@ -400,7 +401,8 @@ class Reducer:
     def begin_reduction(self) -> None:
         self.reductions += 1
         self.ready_order = []
-        self.planning.begin(self.reductions, chains=self.reduction.chains)
+        if not self.planning.over:
+            self.planning.begin(self.reductions, chains=self.reduction.chains)
         self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
         if self.oversight is not None and self.lanes is None:  # in lanes the step has begun long ago
             self.oversight.begin(self.reductions)
@@ -426,7 +428,8 @@ class Reducer:
     def before_forward(self, *, grads: bool, training: bool) -> None:
         """Forget a backward that failed, take up a new layout, and note that a step has begun."""
         with self.lock, torch.no_grad():
-            self.watcher.check()
+            if self.watcher.error is not None:
+                raise self.watcher.error
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 self.watcher.forget()
             if self.hooks:
@@ -442,7 +445,7 @@ class Reducer:
             self.refused = None
             if grads and self.backwards.current is None:
                 if not self.settings.hold and self.set.follow_parameters(self.settings.caps, self.transport):
-                    self.planning.begin_anew(self.set.layout)
+                    self.planning.begin_anew(self.set.layout, self.reductions)
                     lane_step.laid_anew(self)
                 self.relay_now()
             if grads and self.sync_on and self.settings.overlap:

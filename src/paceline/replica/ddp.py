@@ -364,11 +364,7 @@ class DistributedDataParallel(Stepping):
         if self._group_is_gone:
             rejoin.rejoin(self)
         if torch.is_grad_enabled():
-            refuse_compiled_autograd()
-            if self._joins_later:
-                rejoin.join_later(self)
-            if self._managed.module is not self.module:
-                self._managed = self._managed.of(self.module, self.parameters_to_ignore)
+            self._before_training_forward()
         core = self._core
         core.before_forward(grads=torch.is_grad_enabled(), training=self.training)
         if torch.is_grad_enabled() and core.sync_on:
@@ -377,7 +373,8 @@ class DistributedDataParallel(Stepping):
         own_progress().note(Phase.FORWARD if self.training and torch.is_grad_enabled() else Phase.EVALUATE)
         if self._capsules is not None and core.lanes is None:
             self._capsules.note_forward(inputs, kwargs)
-        self._count_active_ranks()
+        if self._join_config.enable or core.divisor != core.everyone:
+            self._count_active_ranks()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         core.sync_in_join = None
@@ -386,7 +383,16 @@ class DistributedDataParallel(Stepping):
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self._narrow is not None:
             self._narrow.narrow()
-        return self._place_inputs(inputs, kwargs)
+        if self.device_ids or self.mixed_precision is not None:
+            inputs, kwargs = self._place_inputs(inputs, kwargs)
+        return inputs, kwargs
+
+    def _before_training_forward(self) -> None:
+        refuse_compiled_autograd()
+        if self._joins_later:
+            rejoin.join_later(self)
+        if self._managed.module is not self.module:
+            self._managed = self._managed.of(self.module, self.parameters_to_ignore)
 
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer:
@@ -395,7 +401,7 @@ class DistributedDataParallel(Stepping):
             self._sync_buffers()
         core = self._core
         grad_enabled = torch.is_grad_enabled()
-        self.require_forward_param_sync = grad_enabled and self.require_backward_grad_sync
+        self.require_forward_param_sync = grad_enabled and core.sync_on
         if grad_enabled:
             watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
             for tensor in watched:

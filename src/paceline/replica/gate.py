@@ -42,15 +42,15 @@ class UpdateGate:
         self._names = names
         self._looks_on = looks
         self._looks: deque[_Look] = deque(maxlen=KEPT)
-        self._before: dict[int, Any] = {}  # what optimizers had in `found_inf`, by their ids
+        self.closed: dict[int, Any] = {}  # optimizers that are about to step, by id: what they had in `found_inf`
         self._steps = 0
         # In a world of one, which has no reports: hears which gradients were not finite in which step, one step later.
         self.on_looked: Callable[[int, list[str]], None] | None = None
 
     def close(self, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-        """An optimizer is about to step on `params`. Have it change nothing if their gradients must not be used."""
-        reducer = self._reducer
-        if not reducer.ordered_by_streams or torch.cuda.is_current_stream_capturing():
+        """An optimizer is about to step on `params`, where streams order collectives. Have it change nothing if their
+        gradients must not be used."""
+        if torch.cuda.is_current_stream_capturing():
             return
         self._hear_alone()
         owned = [p for p in params if p.grad is not None and id(p) in self._names] if self._looks_on else []
@@ -73,8 +73,8 @@ class UpdateGate:
 
     def open(self, optimizer: Optimizer) -> None:
         """It has stepped: take back what it was told."""
-        if id(optimizer) in self._before:
-            before = self._before.pop(id(optimizer))
+        if id(optimizer) in self.closed:
+            before = self.closed.pop(id(optimizer))
             if before is None:
                 del optimizer.found_inf  # type: ignore[attr-defined]
             else:
@@ -121,7 +121,7 @@ class UpdateGate:
 
     def _tell(self, optimizer: Optimizer, flag: torch.Tensor) -> None:
         before = getattr(optimizer, "found_inf", None)  # a GradScaler's
-        self._before[id(optimizer)] = before
+        self.closed[id(optimizer)] = before
         flag = flag if before is None else torch.maximum(flag, before.to(flag.device).view(()))
         optimizer.found_inf = flag  # type: ignore[attr-defined]
         if self._reducer.unheard:

@@ -125,7 +125,7 @@ class StepGuard:
         reducer.ledger.begin_update(id(optimizer))
         if reducer.oversight is not None:
             reducer.oversight.note_optimizer(optimizer, local=reducer.ledger.local_steps > 0)
-        if (gate := self._gate()) is not None:
+        if reducer.ordered_by_streams and (gate := self._gate()) is not None:
             gate.close(optimizer, params)
         return True
 
@@ -144,7 +144,7 @@ class StepGuard:
         if id(optimizer) in self._unjudged:  # it never called its closure: too late to refuse, but no drift in silence
             self._judge(optimizer)
         if id(optimizer) in self._stepping:
-            if (gate := self._gate()) is not None:
+            if (gate := self._gate()) is not None and gate.closed:
                 gate.open(optimizer)
             self._stepping.discard(id(optimizer))
             if (reducer := self._reducer()) is not None:

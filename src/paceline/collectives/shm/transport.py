@@ -207,7 +207,7 @@ class ShmTransport:
 
     def _start(self, operation: Operation) -> Work:
         self._engine.start(operation)
-        self._store_watch.began(str(operation))
+        self._store_watch.calls.began(str(operation))
         return _ShmWork(self._engine, operation)
 
 
