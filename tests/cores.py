@@ -26,6 +26,8 @@ LONGEST = (
     "procs/test_doctor.py",
     "procs/test_plan_measured.py",
     "procs/test_waits.py",
+    "golden/test_golden.py",
+    "procs/test_corners.py",
 )
 
 
