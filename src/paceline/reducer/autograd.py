@@ -31,6 +31,15 @@ def refuse_compiled_autograd() -> None:
         )
 
 
+def refuse_fake_tensors() -> None:
+    """Memory that was made while tensors are faked would be of no use afterwards."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    if module is not None and torch._C._len_torch_dispatch_stack():
+        stack = (torch._C._get_dispatch_stack_at(at) for at in range(torch._C._len_torch_dispatch_stack()))
+        if any(isinstance(mode, module.FakeTensorMode) for mode in stack):
+            raise UsageError("gradients cannot be reduced under FakeTensorMode; run backward outside of it")
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[], None]]":
     """Run `callback` when the current backward has produced its last gradient.
 

@@ -5,7 +5,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.progress import Phase, own_progress
 from paceline.reducer import autograd
@@ -23,6 +23,7 @@ class Backward:
     """One backward under way."""
 
     task: int
+    thread: int  # that it began on
     running: "weakref.ref[Callable[[], None]]"  # dead when the backward ended without its callback
     adds: bool | None  # whether it is a backward() and not an autograd.grad(), if that can be told
     syncs: bool
@@ -39,15 +40,18 @@ class Backward:
 class Backwards:
     """The one backward of a replica that may be under way."""
 
-    def __init__(self, at_end: Callable[[], None]) -> None:
+    def __init__(self, at_end: Callable[[], None], *, on_host: bool) -> None:
+        """`on_host`: no gradient comes from a thread of the engine's own, which may be that of many backwards."""
         self._at_end = at_end
+        self._on_host = on_host
         self.current: Backward | None = None
         self.counting = NO_TASK  # the number of the backward whose gradients only count: see `GradSlot.only_counts`
 
     def open(self, task: int, *, syncs: bool, alone: bool) -> Backward:
+        autograd.refuse_fake_tensors()
         own_progress().note(Phase.BACKWARD)
         running = autograd.at_end_of_backward(self._at_end)
-        self.current = Backward(task, running, autograd.adds_to_grad(), syncs, alone)
+        self.current = Backward(task, threading.get_ident(), running, autograd.adds_to_grad(), syncs, alone)
         return self.current
 
     def found(self, task: int) -> Backward | None:
@@ -55,8 +59,9 @@ class Backwards:
         current = self.current
         if current is None or (current.task != task and current.running() is None):
             return None
-        if current.task != task and not autograd.is_nested():
-            current.met_another = True
+        if current.task != task:
+            elsewhere = self._on_host and current.thread != threading.get_ident()
+            current.met_another |= elsewhere or not autograd.is_nested()
         return current
 
     def failed(self) -> bool:
@@ -78,10 +83,10 @@ class Settlement:
     running: "weakref.ref[Callable[[], None]]"  # dead when it was called, or never will be
     thread: int
 
-    def is_own(self, lock: threading.RLock) -> bool:
+    def is_own(self, lock: threading.RLock, is_due: Callable[[], bool]) -> bool:
         """Whether this thread is to come to it, and has begun another backward before. What another thread is about to
-        receive is waited for, without the lock."""
-        while self.running() is not None:
+        receive is waited for, without the lock, as long as it is due."""
+        while is_due() and self.running() is not None:
             if self.thread == threading.get_ident():
                 return True
             lock.release()
@@ -111,6 +116,7 @@ class Beside(threading.local):
 
     def __init__(self) -> None:
         self._all: weakref.WeakSet[Unsettled] = weakref.WeakSet()
+        self._called: weakref.WeakSet[Unsettled] = weakref.WeakSet()
 
     def add(self, reducer: Unsettled) -> None:
         self._all.add(reducer)
@@ -118,9 +124,21 @@ class Beside(threading.local):
     def discard(self, reducer: Unsettled) -> None:
         self._all.discard(reducer)
 
+    def note_called(self, reducer: Unsettled) -> None:
+        """A training forward of its replica was run, whose backward comes on this thread."""
+        self._called.add(reducer)
+
+    def called(self, reducer: Unsettled) -> list[Any]:
+        """The others whose backward may be that of `reducer` too."""
+        return [other for other in self._called if other is not reducer]
+
+    def unsettled(self, reducer: Unsettled) -> list[Any]:
+        """The others that have sent and not received."""
+        return [other for other in self._all if other is not reducer]
+
     def of(self, reducer: Unsettled) -> Callable[[], None] | None:
         """What to do while `reducer` waits. None: nothing."""
-        others = [other for other in self._all if other is not reducer]
+        others = self.unsettled(reducer)
         if not others:
             return None
 

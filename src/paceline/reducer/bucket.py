@@ -67,6 +67,7 @@ class Bucket:
         self.device_index = spec.device.index or 0
         self.stream = -1  # the number of the stream that the last gradient was made on
         self._sparse = spec.sparse
+        self._version = -1  # of the memory, when the gradients in it were last shown
         self._low = 0 if flat is None else flat.data_ptr()
         self._high = self._low + (0 if flat is None else flat.nbytes)
         for slot, place in zip(self.slots, spec.slots, strict=True):
@@ -233,6 +234,13 @@ class Bucket:
         if slot.held and not self._sparse:
             slot.param.grad = slot.view
             slot.held = False
+
+    def note_shown(self) -> None:
+        """From now on notice whether somebody writes to the gradients that are visible."""
+        self._version = self.flat._version
+
+    def is_untouched(self) -> bool:
+        return self.flat._version == self._version
 
     def take(self, slot: GradSlot) -> None:
         """The reverse of `show`: hold the gradient that is visible, so that autograd does not add to it."""

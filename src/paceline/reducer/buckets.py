@@ -1,6 +1,6 @@
 """All buckets of one replica under its current layout, and the move to the next one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -68,9 +68,15 @@ class BucketSet:
 
     def claim_by_hand(self) -> None:
         """What was put in the place of a gradient is to be reduced like one that came through a backward."""
-        for slot in self.slots:
-            if not (slot.asleep or slot.param.grad is None or slot.attached()):
-                slot.used = True
+        for slot in self._foreign():
+            slot.used = True
+
+    def has_foreign(self) -> bool:
+        """Whether somebody has put something in the place of a gradient that was reduced."""
+        return self.laid and next(self._foreign(), None) is not None
+
+    def _foreign(self) -> Iterator[GradSlot]:
+        return (s for s in self.slots if not (s.asleep or s.param.grad is None or s.attached() or s.meta.sparse))
 
     def fill_up(self, scale: float, *, skips_unused: bool) -> list[Bucket]:
         """Complete the buckets that lack gradients, now that backward is over. Returns these."""
@@ -103,10 +109,15 @@ class BucketSet:
     def lend_all(self) -> None:
         """Contribute zeros, and keep what gradients there are."""
         for slot in self.slots:
-            slot.bucket.lend(slot)
+            slot.bucket.zero(slot) if slot.asleep else slot.bucket.lend(slot)
             slot.fired = True
         for bucket in self.buckets:
             bucket.move(BucketState.FULL)
+
+    def asleep(self) -> int:
+        """A digest of the parameters that another replica reduces; 0 if there are none."""
+        found = tuple(slot.index for slot in self.slots if slot.asleep)
+        return hash(found) if found else 0
 
     def unused(self) -> int:
         return sum(not (slot.used or slot.asleep) for slot in self.slots)
@@ -120,6 +131,16 @@ class BucketSet:
             self.lay(transport)
             return True
         return False
+
+    def is_empty(self) -> bool:
+        return not any(slot.held or slot.param.grad is not None for slot in self.slots)
+
+    def is_thrown_away(self) -> bool:
+        """Whether zero_grad() has thrown away all that micros of this step had left, or made it zeros."""
+        left = [slot for slot in self.slots if slot.held or slot.param.grad is not None]
+        if any(slot.held or slot.bucket.is_untouched() for slot in left):
+            return False
+        return first_with_something(left) is None  # somebody has written to them, or they are not ours
 
     def forget_thrown_away(self) -> None:
         """Forget what earlier micros did to parameters whose gradients zero_grad() has thrown away since."""
@@ -145,6 +166,7 @@ class BucketSet:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 bucket.show(slot)
+            bucket.note_shown()
 
     def first_with_gradient(self) -> str | None:
         found = first_with_something(self.slots)

@@ -53,6 +53,10 @@ class Oversight(Protocol):
         reduction, whose step is over. May start collectives: all ranks do."""
         ...
 
+    def compare_no_more(self) -> None:
+        """Replicas are not meant to be equal any more. All ranks call it."""
+        ...
+
     def note_optimizer(self, optimizer: object, *, local: bool) -> None:
         """An optimizer is about to step. `local`: on purpose on gradients that were not reduced, so replicas differ."""
         ...

@@ -18,7 +18,7 @@ from paceline.collectives.event_work import EventWork
 from paceline.collectives.group import Group
 from paceline.collectives.reduction import Reduction, check_goes_over
 from paceline.collectives.watcher import Watcher
-from paceline.errors import BackwardAborted, IllegalMove
+from paceline.errors import BackwardAborted, IllegalMove, PacelineError
 from paceline.layout import Layout
 from paceline.reducer import autograd, lane_step, taking_part
 from paceline.reducer.autograd import task_id
@@ -37,7 +37,7 @@ from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.sharing import ParamHooks
 from paceline.reducer.slot import GradSlot
 from paceline.reducer.turn import Turn
-from paceline.reducer.weighting import Division, Weighting
+from paceline.reducer.weighting import Division, Weighting, check_unweighted, resume_step
 from paceline.trace import Moment, Trace
 
 
@@ -84,7 +84,7 @@ class Reducer:
         self.refused: Exception | None = None  # what backwards raise until there is a forward: other ranks have none
 
         self.lock = threading.RLock()  # a module on several devices has a backward thread for each
-        self.backwards = Backwards(self._at_end)
+        self.backwards = Backwards(self._at_end, on_host=all(meta.device.type == "cpu" for meta in layout.params))
         self.turn = Turn()
         self.set = BucketSet(params, layout)
         self.scale = 1.0  # by what gradients are multiplied on their way into a bucket
@@ -128,10 +128,10 @@ class Reducer:
             if backward is None or not backward.delivered or backward.task != task_id():
                 backward = self._first_gradient(task_id(), param)
             slot.used = slot.dirty = True
-            if len(param._post_accumulate_grad_hooks) > 1 and not self.hooks.runs_last(slot):
-                return None  # hooks of the user's run after this one: collected when backward has ended
-            if backward.alone or slot.fired or not backward.syncs or slot.bucket.state is not BucketState.FILLING:
-                return self._unusual(slot, backward)
+            awaits = len(param._post_accumulate_grad_hooks) > 1 and not self.hooks.runs_last(slot)
+            usual = backward.syncs and not (awaits or backward.alone or slot.fired)
+            if not usual or slot.bucket.state is not BucketState.FILLING:
+                return self._unusual(slot, backward, awaits=awaits)
             bucket = slot.bucket
             slot.fired = True
             self.ready_order.append(slot.index)
@@ -150,8 +150,9 @@ class Reducer:
             self.backwards.counting = NO_TASK if busy or not self._one_device else backward.task
             return None
 
-    def _unusual(self, slot: GradSlot, backward: Backward) -> None:
-        """A gradient that does not count its bucket down: a second one, or one of a backward that only adds."""
+    def _unusual(self, slot: GradSlot, backward: Backward, *, awaits: bool) -> None:
+        """A gradient that does not count its bucket down: a second one, one of a backward that only adds, or one that
+        `awaits` hooks of the user's, which run after this one and may change it."""
         if backward.alone:  # that is all: see is_alone
             if not slot.fired:
                 slot.fired = True
@@ -161,17 +162,21 @@ class Reducer:
         if bucket.state is BucketState.FLYING:
             slot.late = True  # stays in param.grad until the end; see the note in Bucket
             self.turn.late += 1
-        elif bucket.arrive(slot, self.scale) or (not backward.syncs and len(bucket.arrived) == len(bucket.slots)):
+            return
+        flush = bucket.arrive(slot, self.scale) or (not backward.syncs and len(bucket.arrived) == len(bucket.slots))
+        if flush and not awaits:
             bucket.keep(self.scale, held=backward.syncs or self._holds)
 
     @property
     def _holds(self) -> bool:
-        """Whether unreduced gradients are not shown, because they are weighted or of another type than parameters."""
+        """Whether autograd must not add to unreduced gradients, because they are weighted or of another type."""
         return self.weighting.current is not None or self.settings.hold
 
     def _first_gradient(self, task: int, param: torch.Tensor) -> Backward:
         """The first gradient of a backward, or of one nested in it, has come."""
         grad = param.grad
+        if self.weighting.micros and self.weighting.current is not None and self.backwards.current is None:
+            check_unweighted(self._slot_of[id(param)])
         backward = self._enter(task)
         if not backward.delivered:
             if param.grad is None:  # dropped with the gradients of a backward before this one that had failed
@@ -217,11 +222,9 @@ class Reducer:
     # ---- the end of a backward
 
     def finish(self) -> None:
-        """The backward is over: send what is missing, receive everything in order, hand the gradients back. Whatever is
-        raised, the reducer is ready for the next backward; the gradients of this one are gone unless the error says so.
-        """
+        """The backward is over: send what is missing, receive everything in order, hand the gradients back."""
         self._send()
-        self._receive()
+        self.receive()
 
     def _send(self) -> None:
         """Have on its way all that the other ranks need."""
@@ -241,8 +244,9 @@ class Reducer:
             self.reset()
             raise
 
-    def _receive(self) -> None:
-        """Wait for what the other ranks have sent, and give the gradients back."""
+    def receive(self) -> None:
+        """Wait for what the others have sent, and give the gradients back. Whatever is raised, the reducer is ready for
+        the next backward; the gradients of this one are gone unless the error says so."""
         self._unsettled = None
         beside.discard(self)
         if self.ordered_by_streams and not torch.cuda.is_current_stream_capturing():
@@ -287,12 +291,14 @@ class Reducer:
             if found.task != task and found.met_another:
                 raise IllegalMove(TWO_THREADS)
             return found
-        if self._unsettled is not None and self._unsettled.is_own(self.lock):
-            self._receive()
+        if (due := self._unsettled) is not None and due.is_own(self.lock, lambda: self._unsettled is due):
+            self.receive()
         self.set.forget_arrived() if self.backwards.current is None else self.abandon()
         if self.refused is not None:
             raise self.refused
         self.relay_now()
+        if self.weighting.micros:
+            resume_step(self)
         alone = self.is_alone()
         if not alone:
             self.prepare()
@@ -371,7 +377,11 @@ class Reducer:
     def _at_very_end(self) -> None:
         with self.lock, torch.no_grad():
             if self._unsettled is not None:
-                self._receive()
+                try:
+                    self.receive()
+                except PacelineError:
+                    taking_part.discard_others(self)
+                    raise
                 self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions)
 
     def _end_unreduced(self) -> None:
@@ -379,6 +389,7 @@ class Reducer:
         self.set.keep(self.scale, held=self._holds)
         if self.on_finished is not None:
             self.on_finished()
+        if self._holds:  # until the next backward, so that zero_grad() can throw them away
             self.set.show_all()
 
     def progress(self) -> None:
@@ -434,14 +445,14 @@ class Reducer:
                 self.watcher.forget()
             if self.hooks:
                 self.hooks.follow_swaps()
-                if any(slot.asleep for slot in self.set.slots):
+                if grads and any(slot.asleep for slot in self.set.slots):
                     self.hooks.wake()
             elif self.settings.asks_for_uses or self.hooks.shared() or not self.is_alone():
                 self.hooks.hang()
             if self.backwards.failed():
                 self.abandon()
             if self._unsettled is not None and self._unsettled.running() is None:
-                self._receive()  # another replica of the same backward has raised before this one could
+                taking_part.discard_unsettled(self)
             self.refused = None
             if grads and self.backwards.current is None:
                 if not self.settings.hold and self.set.follow_parameters(self.settings.caps, self.transport):
@@ -450,16 +461,12 @@ class Reducer:
                 self.relay_now()
             if grads and self.sync_on and self.settings.overlap:
                 self.ledger.forwards_pending += training
+                beside.note_called(self)
             elif grads:
                 self.ledger.window_open = True
 
-    def watch_backward(self, output: torch.Tensor) -> None:
-        """Have the backward that goes through `output` end with a reduction, also when its gradients all come from
-        nested backwards, or when it touches no parameter."""
-        if self._on_output_backward not in (output._backward_hooks or {}).values():  # a module may return its input
-            output.register_hook(self._on_output_backward)
-
-    def _on_output_backward(self, _: torch.Tensor) -> None:
+    def on_output_backward(self, _: torch.Tensor) -> None:
+        """A backward has come to an output of the replica: see `ParamHooks.watch_output`."""
         with self.lock:
             if not all(slot.asleep for slot in self.set.slots):
                 self._enter(task_id())
@@ -487,11 +494,6 @@ class Reducer:
         with self.lock, torch.no_grad():
             if self.backwards.current is not None or (self.lanes is not None and self.lanes.holds):
                 return False
-            moved = self.set.move_to_plan(self.transport)
-            if moved:
+            if moved := self.set.move_to_plan(self.transport):
                 lane_step.laid_anew(self)
             return moved
-
-    def close(self) -> None:
-        """Remove every hook. The gradients stay where they are."""
-        self.hooks.close()

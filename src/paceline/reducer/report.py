@@ -22,7 +22,7 @@ logger = logging.getLogger("paceline")
 # Where a report has what is read on the device: a rank's gradients are not to be used (a float32, 1.0 or 0.0, in the
 # first half of the column), its weight, the digest of its state, and what it has found not to be finite.
 BROKEN, WEIGHT, STATE, NOT_FINITE = 0, 5, 13, 15
-HEADER = 19  # columns before those of used parameters and of lanes
+HEADER = 20  # columns before those of used parameters and of lanes
 BITS = 62  # used parameters per column
 
 
@@ -77,6 +77,7 @@ class StepReport:
     lane_step: int = 0  # the step whose lanes run: must be equal
     lane_shape: int = 0  # see reducer/lane_shapes.py
     several: bool = False  # other replicas take part in the same backward: see reducer/backward.py
+    asleep: int = 0  # digest of the parameters that another replica reduces, which shares them: must be equal
     used: tuple[int, ...] = ()  # which parameters took part, BITS of them in each number
     lane_weights: tuple[float, ...] = ()  # of the lanes that this rank ran, and zeros
 
@@ -106,6 +107,7 @@ class StepReport:
             self.lane_step,
             self.lane_shape,
             int(self.several),
+            self.asleep,
             *self.used,
             *_bits(*self.lane_weights),
         ]
@@ -133,6 +135,7 @@ class StepReport:
             lane_step=row[16],
             lane_shape=row[17],
             several=bool(row[18]),
+            asleep=row[19],
             used=tuple(row[HEADER:middle]),
             lane_weights=_floats(row[middle:]),
         )
@@ -183,6 +186,11 @@ def check_together(rows: Sequence[StepReport]) -> None:
         raise CollectiveMismatch(
             f"internal error: bucket schedules diverged between ranks ({_by_rank([f'{r.calls:x}' for r in rows])}), so "
             f"gradients of different parameters may have been added up; please report this"
+        )
+    if len({row.asleep for row in rows}) > 1:
+        raise CollectiveMismatch(
+            "replicas share parameters, which the one that was called last reduces, and ranks have called them in "
+            "different orders, so their gradients do not belong together; call these replicas in one order on all ranks"
         )
     _check_lanes(rows)
     modes = {row.mode for row in rows}
@@ -257,7 +265,7 @@ def reduce_late(slots: Sequence[GradSlot], group: Group, scale: float) -> None:
         if not flag:
             continue
         grad, extra = slot.param.grad, torch.zeros_like(slot.view)  # equal dtype on all ranks, whatever the gradient's
-        if grad is not None:
+        if grad is not None and scale != 0.0:  # not a product: see Bucket._collect_one
             extra = extra + grad * scale if slot.meta.sparse else extra.add_(grad, alpha=scale)
         group.wait(transport.all_reduce(extra), f"the late gradient of {slot.meta.name}")
         slot.param.grad = None

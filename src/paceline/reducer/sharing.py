@@ -19,6 +19,8 @@ class Owner(Protocol):
 
     def on_grad_ready(self, param: torch.Tensor) -> None: ...
 
+    def on_output_backward(self, _: torch.Tensor) -> None: ...
+
 
 class ParamHooks:
     """Of several replicas that hold a parameter one reduces it: the one that was made, or called, last."""
@@ -38,6 +40,13 @@ class ParamHooks:
             self._handles = [param.register_post_accumulate_grad_hook(hook) for param in self._params]
             self._install()
             self.wake()
+
+    def watch_output(self, output: torch.Tensor) -> None:
+        """Have the backward that goes through `output` end with a reduction, also when its gradients all come from
+        nested backwards, or when it touches no parameter."""
+        hook = self._owner.on_output_backward
+        if hook not in (output._backward_hooks or {}).values():  # a module may return its input
+            output.register_hook(hook)
 
     def follow_swaps(self) -> None:
         """Hook parameters again that were given other contents, as `torch.utils.swap_tensors` does: the hooks have

@@ -1,11 +1,13 @@
 """How a rank takes part in a reduction without a backward of its own that ended well."""
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.errors import IllegalMove
+from paceline.errors import IllegalMove, PacelineError
 from paceline.reducer import lane_step
+from paceline.reducer.backward import beside
 from paceline.reducer.turn import Part, abort
 
 if TYPE_CHECKING:
@@ -32,20 +34,31 @@ def reduce_now(reducer: "Reducer", *, by_hand: bool = False) -> None:
 def skip(reducer: "Reducer") -> None:
     """Take part in the reduction of this step with what earlier micros have left. If none has, with nothing."""
     with reducer.lock, torch.no_grad():
-        if not reducer.weighting.micros:
-            reducer.turn.part = Part.SKIPPED
-        reduce_now(reducer)
+        if reducer.backwards.failed():
+            told = reducer.backwards.current is not None and reducer.backwards.current.reduces
+            abandon(reducer)
+            if told:  # the reduction of this step is over, without gradients on any rank
+                return
+        if reducer.is_alone() or (reducer.weighting.micros and not reducer.set.is_thrown_away()):
+            reduce_now(reducer)
+        else:
+            reducer.weighting.reset()
+            _take_part_with_nothing(reducer, Part.SKIPPED)
 
 
 def shadow(reducer: "Reducer") -> None:
     """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
     with reducer.lock, torch.no_grad():
-        reducer.relay_now()
-        reducer.prepare()
-        reducer.begin_reduction()
-        reducer.turn.part = Part.SHADOW
-        reducer.set.lend_all()
-        reducer.finish()
+        _take_part_with_nothing(reducer, Part.SHADOW)
+
+
+def _take_part_with_nothing(reducer: "Reducer", part: Part) -> None:
+    reducer.relay_now()
+    reducer.prepare()
+    reducer.begin_reduction()
+    reducer.turn.part = part
+    reducer.set.lend_all()
+    reducer.finish()
 
 
 def abandon(reducer: "Reducer") -> None:
@@ -72,3 +85,33 @@ def abandon(reducer: "Reducer") -> None:
         if not backward.delivered:
             reducer.begin_reduction()
         abort(reducer)
+        for other in beside.called(reducer):
+            _leave(other)
+
+
+def _leave(reducer: "Reducer") -> None:
+    """A backward on this thread has failed in another replica. If this one had a forward whose backward the others wait
+    for, it was most likely to be the same: they are told that it will not come."""
+    with reducer.lock, torch.no_grad():
+        if reducer.backwards.failed():
+            abandon(reducer)
+        elif reducer.lanes is None and reducer.backwards.current is None and reducer.ledger.forwards_pending:
+            reducer.prepare()
+            reducer.begin_reduction()
+            abort(reducer)
+
+
+def discard_others(reducer: "Reducer") -> None:
+    """The end of a backward has raised, so other replicas of it are not called there any more; but the other ranks wait
+    for what they do."""
+    for other in beside.unsettled(reducer):
+        discard_unsettled(other)
+
+
+def discard_unsettled(reducer: "Reducer") -> None:
+    """This replica has sent, and another one of the same backward has raised before this one could receive: do so now,
+    and drop the gradients of that backward. Whoever ran it has heard that it failed."""
+    with reducer.lock, torch.no_grad():
+        with suppress(PacelineError):
+            reducer.receive()
+        reducer.set.drop_gradients()

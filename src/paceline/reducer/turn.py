@@ -68,6 +68,7 @@ class Turn:
             lane_step=0 if lanes is None else lanes.step,
             lane_shape=0 if lanes is None else word_of_shapes(lanes),
             several=beside.of(reducer) is not None,
+            asleep=0 if everything else reducer.set.asleep(),
             used=reducer.set.all_used if everything else used_bits(slots),
             lane_weights=() if lanes is None else tuple(lanes.weights),
         )

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.reducer.report import Mode
+from paceline.reducer.slot import GradSlot
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer
@@ -80,10 +82,35 @@ def hold_weighted(reducer: "Reducer") -> str | None:
         if reducer.backwards.failed():
             reducer.abandon()
         reducer.prepare()
-        if reducer.weighting.mode is Mode.WEIGHTED and reducer.set.hold_all():
+        if reducer.weighting.mode is Mode.WEIGHTED and not reducer.set.is_thrown_away() and reducer.set.hold_all():
             return None
         stale = reducer.set.first_with_gradient()
         if stale is None and reducer.backwards.current is None and reducer.lanes is None:
             reducer.set.drop_gradients()
             reducer.reset()  # what an earlier micro has left was thrown away by zero_grad()
         return stale
+
+
+def resume_step(reducer: "Reducer") -> None:
+    """A backward begins after other micros of the step. What zero_grad() has thrown away of them counts no more, and
+    what is left of weighted ones is held, since autograd would add to it unweighted."""
+    if reducer.lanes is not None and not reducer.lanes.backwards:
+        return  # a lane begins with empty gradients
+    weighted = reducer.weighting.mode is not Mode.PLAIN
+    if reducer.set.is_empty() or (weighted and reducer.set.is_thrown_away()):
+        reducer.set.drop_gradients()
+        for slot in reducer.set.slots:
+            slot.clear() if reducer.lanes is None else slot.clear_backward()  # earlier lanes have used what they have
+        reducer.weighting.reset()
+    elif reducer.weighting.current is not None:
+        reducer.set.hold_all()
+
+
+def check_unweighted(slot: GradSlot) -> None:
+    """A backward begins with the gradient of a parameter, and not in the replica's forward, where it could be seen."""
+    if slot.attached():
+        raise UsageError(
+            f"inside weight() a backward has added to the gradient of {slot.meta.name} before it came to an output of "
+            f"the replica, so earlier microbatches and this one cannot be told apart; call the replica itself there, "
+            f"and use its parameters only in it"
+        )

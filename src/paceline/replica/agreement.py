@@ -132,6 +132,9 @@ class Overseer:
     def looks_at_sums(self) -> bool:
         return self.agreement.not_finite != "keep"
 
+    def compare_no_more(self) -> None:
+        self._compares, self._word = False, None
+
     def note_optimizer(self, optimizer: object, *, local: bool) -> None:
         assert isinstance(optimizer, Optimizer)
         self._compares = self._compares and not local
@@ -195,7 +198,9 @@ class Overseer:
             error = self._drifted(late=slots is None)
         late = slots is None
         bad = self.bad_in(rows[0].reduction) if late and self.looks_at_sums else []
-        if not bad and not any(row.not_finite for row in rows):
+        # What came late was added after the reports had left. It is equal on all ranks, so all find the same.
+        late_bad = slots is not None and self.looks_at_sums and any(row.late for row in rows) and not _finite(slots)
+        if not (bad or late_bad or any(row.not_finite for row in rows)):
             self._in_a_row = 0
             return Verdict(error=error)
         ranks = [rank for rank, row in enumerate(rows) if row.not_finite & OWN]
@@ -343,6 +348,10 @@ class Overseer:
 def _first(bad: Sequence[str]) -> str:
     more = f" and of {len(bad) - 1} more parameters" if len(bad) > 1 else ""
     return f"the gradient of {bad[0]}{more}" if bad else "a gradient"
+
+
+def _finite(slots: Sequence[GradSlot]) -> bool:
+    return first_not_finite((slot.meta.name, slot.view) for slot in slots if not slot.asleep) is None
 
 
 def _first_of_sums(slots: Sequence[GradSlot]) -> str:

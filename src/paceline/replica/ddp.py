@@ -1,5 +1,6 @@
 """The drop-in: torch's DistributedDataParallel, with paceline's reducer inside."""
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any, Self
@@ -335,11 +336,9 @@ class DistributedDataParallel(Stepping):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
-            if (
-                not self._use_python_reducer and self._core.is_alone()
-            ):  # no buckets: torch.compile need not split its graphs at them
-                return self.module(*inputs, **kwargs)
-            return super()._run_ddp_forward(*inputs, **kwargs)
+            # torch's way tells torch.compile to split graphs at buckets: if it is there, and there are buckets.
+            split = "torch._dynamo" in sys.modules and (self._use_python_reducer or not self._core.is_alone())
+            return super()._run_ddp_forward(*inputs, **kwargs) if split else self.module(*inputs, **kwargs)
         except BaseException as error:
             if self._narrow is not None:
                 self._narrow.widen()
@@ -367,8 +366,6 @@ class DistributedDataParallel(Stepping):
             self._before_training_forward()
         core = self._core
         core.before_forward(grads=torch.is_grad_enabled(), training=self.training)
-        if torch.is_grad_enabled() and core.sync_on:
-            self.logger.before_forward(core.trace)
         core.trace.stamp(Moment.FORWARD_BEGIN, core.reductions)
         own_progress().note(Phase.FORWARD if self.training and torch.is_grad_enabled() else Phase.EVALUATE)
         if self._capsules is not None and core.lanes is None:
@@ -389,10 +386,14 @@ class DistributedDataParallel(Stepping):
 
     def _before_training_forward(self) -> None:
         refuse_compiled_autograd()
-        if self._joins_later:
+        if self._joins_later and self.training:  # a rank may evaluate a copy by itself
             rejoin.join_later(self)
         if self._managed.module is not self.module:
             self._managed = self._managed.of(self.module, self.parameters_to_ignore)
+        if self._core.sync_on:
+            if self.logger.iteration == self.logger.sample_at:
+                self.logger.sample(self._core.trace)
+            self.logger.iteration += 1
 
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer:
@@ -405,7 +406,7 @@ class DistributedDataParallel(Stepping):
         if grad_enabled:
             watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
             for tensor in watched:
-                core.watch_backward(tensor)
+                core.hooks.watch_output(tensor)
             if not watched:
                 core.hooks.hang()  # there is no output whose backward could be watched
         elif self._narrow is not None:
@@ -452,7 +453,7 @@ def _show_progress() -> None:
 
 def _close(core: Reducer, guard: StepGuard) -> None:
     guard.close()
-    core.close()
+    core.hooks.close()
 
 
 def _remove(hooks: Sequence[Any]) -> None:

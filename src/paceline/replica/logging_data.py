@@ -33,8 +33,9 @@ class TorchLogger:
     """`model.logger` as code written for torch's C++ logger knows it."""
 
     def __init__(self) -> None:
-        self.sample_rate = 100
-        self._iteration = 0
+        self.iteration = 0  # training forwards so far
+        self.sample_at = 1  # which of them samples the times of the one before
+        self._sample_rate = 100
         self._facts: dict[str, Any] = {}
         self._runtime: dict[str, Any] = {}
         self._sums: dict[str, int] = {}
@@ -49,16 +50,22 @@ class TorchLogger:
     def _set_uneven_input_join(self) -> None:
         self._facts["join_uneven_inputs"] = 1
 
-    def before_forward(self, trace: Trace) -> None:
-        """A training iteration begins: sample the times of the one before, as often as torch would."""
-        if self._iteration and (self._iteration < ALWAYS_SAMPLED or self._iteration % self.sample_rate == 0):
-            times = _times(trace.stamps())
-            self._samples += 1
-            for name in ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap"):
-                self._sums[name] = self._sums.get(name, 0) + times.get(f"{name}_time", 0)
-                times[f"avg_{name}_time"] = self._sums[name] // self._samples
-            self._runtime = {"iteration": self._iteration, **times}
-        self._iteration += 1
+    def sample_every(self, rate: int) -> None:
+        self._sample_rate = rate
+        self.sample_at = self._next_sample(max(0, self.iteration - 1))
+
+    def sample(self, trace: Trace) -> None:
+        """An iteration begins at `sample_at`: note the times of the one before, as often as torch would."""
+        times = _times(trace.stamps())
+        self._samples += 1
+        for name in ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap"):
+            self._sums[name] = self._sums.get(name, 0) + times.get(f"{name}_time", 0)
+            times[f"avg_{name}_time"] = self._sums[name] // self._samples
+        self._runtime = {"iteration": self.iteration, **times}
+        self.sample_at = self._next_sample(self.iteration)
+
+    def _next_sample(self, after: int) -> int:
+        return after + 1 if after + 1 < ALWAYS_SAMPLED else (after // self._sample_rate + 1) * self._sample_rate
 
     def data(self, replica: "TorchSurface") -> dict[str, Any]:
         core, settings = replica._core, replica._settings

@@ -33,7 +33,7 @@ class Stepping(TorchSurface):
             lane_step.sync(core)
             return
         reduced = self._settings.overlap and core.ledger.reductions and not core.ledger.window_open
-        if core.sync_on and (not reduced or core.others_wait()):
+        if core.sync_on and (not reduced or core.others_wait() or core.set.has_foreign()):
             reduce_now(core, by_hand=True)
 
     # ---- when to reduce
@@ -152,8 +152,9 @@ class Stepping(TorchSurface):
             return
         if not core.ledger.forwards_pending and self._check_sync_bufs_pre_fwd():
             self._sync_buffers()  # as the forward of the others does
-        skip(core)
-        self.require_forward_param_sync = True
+        if core.sync_on:  # else the others only accumulate, too
+            skip(core)
+        self.require_forward_param_sync = core.sync_on
 
     def vote(self, *, stop: bool = False, save: bool = False, exhausted: bool = False) -> None:
         """Tell all ranks something with the next reduction; what they told is in `votes` after it, on every rank."""

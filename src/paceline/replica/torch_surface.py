@@ -199,7 +199,8 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         if isinstance(self._core.reduction, CommHook):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._core.reduction = CommHook(state, hook)
-        self._core.oversight = None  # replicas may well differ by design, as with local SGD
+        if self._core.oversight is not None:
+            self._core.oversight.compare_no_more()  # replicas may well differ by design, as with local SGD
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -210,12 +211,6 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         }
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))
-
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; tell torch.compile, if it is there, so that it splits graphs at buckets."""
-        if "torch._dynamo" not in sys.modules:
-            return self.module(*inputs, **kwargs)
-        return super()._run_ddp_forward(*inputs, **kwargs)
 
     def _lazy_init(self) -> None:
         self._setup_in_backward_optimizers()
@@ -253,7 +248,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
             )
 
     def _remove_autograd_hooks(self) -> None:
-        self._core.close()
+        self._core.hooks.close()
 
     def _check_reducer_finalized(self) -> None:
         """In torch, whether the last backward was reduced. Here it always is, or has raised."""
@@ -342,7 +337,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
-        self.logger.sample_rate = sample_rate
+        self.logger.sample_every(sample_rate)
 
 
 class TorchReducer:
@@ -387,4 +382,4 @@ class TorchReducer:
         """See TorchSurface._check_reducer_finalized."""
 
     def _remove_autograd_hooks(self) -> None:
-        self._core.close()
+        self._core.hooks.close()

@@ -53,6 +53,7 @@ class ShmTransport:
         self._mesh = mesh
         self._store_watch = watch
         self._fallback = fallback
+        self._fallback_is_inline = fallback.inline
         self._store = store
         self._arenas = Arenas()
         self._staging = Staging(self._arenas)
@@ -95,7 +96,8 @@ class ShmTransport:
 
     def progress(self) -> None:
         self._engine.progress()
-        self._fallback.progress()
+        if self._fallback_is_inline:
+            self._fallback.progress()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu" or numel == 0:
