@@ -1,0 +1,232 @@
+"""Faults to put into the core, one at a time: what the suite lets live, it does not test.
+
+A mutant is a piece of text that stands once in a file, and what to write instead.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    file: str  # below src/paceline
+    old: str
+    new: str
+
+
+MUTANTS = [
+    # ---- reducer
+    Mutant(
+        "the division by ranks is dropped",
+        "reducer/weighting.py",
+        "return 1.0 if division.by_reduction or self.mode is Mode.WEIGHTED else 1.0 / division.divisor",
+        "return 1.0",
+    ),
+    Mutant(
+        "weighted sums are not divided by the weight of all ranks",
+        "reducer/weighting.py",
+        "return (division.size if division.by_reduction else 1.0) / weight_of_all_ranks",
+        "return 1.0 / division.size",
+    ),
+    Mutant(
+        "a bucket is handed back before its reduction is waited for",
+        "reducer/reducer.py",
+        "            if bucket.flight is not None:\n",
+        "            if bucket.flight is not None and index:\n",
+    ),
+    Mutant(
+        "reductions of several collectives overtake each other",
+        "reducer/reducer.py",
+        "if self.reduction.chains and self.set.any_in_flight():",
+        "if False:",
+    ),
+    Mutant(
+        "no_sync() reduces",
+        "reducer/reducer.py",
+        "syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap",
+        "syncs = self.settings.overlap",
+    ),
+    Mutant(
+        "a parameter without a gradient contributes what was in memory",
+        "reducer/bucket.py",
+        "        elif not slot.held:\n            self.zero(slot)\n\n    def lend",
+        "\n    def lend",
+    ),
+    Mutant(
+        "a second gradient overwrites the first",
+        "reducer/bucket.py",
+        "            slot.view.add_(grad, alpha=scale)\n",
+        "            slot.view.copy_(grad).mul_(scale)\n",
+    ),
+    Mutant(
+        "a view that was given other memory is written to",
+        "reducer/bucket.py",
+        "                or view.data_ptr() != slot.address\n",
+        "",
+    ),
+    Mutant(
+        "a gradient that is the bucket's own memory is copied onto itself",
+        "reducer/bucket.py",
+        "                or low <= grad.data_ptr() < high  # the bucket's own memory\n",
+        "",
+    ),
+    Mutant(
+        "streams are not joined",
+        "reducer/bucket.py",
+        "if len(self.streams) > 1 or self._made_elsewhere():",
+        "if False:",
+    ),
+    Mutant(
+        "a gradient counts twice",
+        "reducer/slot.py",
+        "if bucket.missing <= 1 or self.fired or self.flushes or self.asleep or len(self.hooks) != 1:",
+        "if bucket.missing <= 1 or self.flushes or self.asleep or len(self.hooks) != 1:",
+    ),
+    Mutant(
+        "a hook of the user's runs on a gradient that is gone",
+        "reducer/sharing.py",
+        "if list(autograd.hook_owners(slot.param))[-1] is self._owner:",
+        "if True:",
+    ),
+    Mutant(
+        "a parameter that nobody used gets zeros",
+        "reducer/settle.py",
+        "uses[slot.index] > 0))",
+        "uses[slot.index] >= 0))",
+    ),
+    Mutant(
+        "late gradients are forgotten",
+        "reducer/report.py",
+        "            slot.view.add_(extra)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a failed backward is not told",
+        "reducer/turn.py",
+        "        reducer.turn.abort = Abort.EXCEPTION\n",
+        "        reducer.turn.abort = Abort.NO\n",
+    ),
+    Mutant(
+        "ranks in different steps are not noticed",
+        "reducer/report.py",
+        "    if len(set(counts)) > 1:\n",
+        "    if len(set(counts)) > 9:\n",
+    ),
+    Mutant(
+        "replicas that share parameters in different orders are not noticed",
+        "reducer/report.py",
+        "    if len({row.asleep for row in rows}) > 1:\n",
+        "    if len({row.asleep for row in rows}) > 9:\n",
+    ),
+    Mutant(
+        "each rank takes up its own plan",
+        "reducer/planning.py",
+        '        self._wait(self._transport.broadcast(agreed, 0), "the bucket plan")\n',
+        "",
+    ),
+    Mutant(
+        "unreduced gradients are stepped on",
+        "reducer/ledger.py",
+        "            if (slot.dirty or (by_hand and not slot.attached()))\n",
+        "            if (by_hand and not slot.attached())\n",
+    ),
+    Mutant(
+        "an update that is under way counts as done",
+        "reducer/ledger.py",
+        "        return not self._updating and not self._apart\n",
+        "        return not self._apart\n",
+    ),
+    Mutant(
+        "thrown away microbatches go on counting",
+        "reducer/buckets.py",
+        "        return first_with_something(left) is None  # somebody has written to them, or they are not ours\n",
+        "        return False\n",
+    ),
+    # ---- replica, agreement
+    Mutant(
+        "those behind are the source",
+        "replica/agreement.py",
+        "source = max(whole, key=lambda rank: (rows[rank][1], -rank)) if whole else 0",
+        "source = min(whole, key=lambda rank: (rows[rank][1], rank)) if whole else 0",
+    ),
+    Mutant(
+        "digests of the state are not compared",
+        "replica/agreement.py",
+        "elif len({row.state for row in rows}) > 1:",
+        "elif len({row.state for row in rows}) > 9:",
+    ),
+    Mutant(
+        "numbers that are not finite are stepped on",
+        "agree/finite.py",
+        "self._found |= 0 if math.isfinite(low) and math.isfinite(high) else OWN",
+        "self._found |= 0",
+    ),
+    Mutant(
+        "sums that overflow are stepped on",
+        "agree/finite.py",
+        "            self._found |= SUM\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the same part of the state is compared in every step",
+        "agree/rotation.py",
+        "self._parts[step % self._every]",
+        "self._parts[0]",
+    ),
+    Mutant(
+        "all heal from rank 0",
+        "agree/drift.py",
+        "sources = [tensor.majority[0] if tensor.majority else trust for tensor in drift.tensors]",
+        "sources = [0 if tensor.majority else trust for tensor in drift.tensors]",
+    ),
+    Mutant(
+        "a step with a closure is not judged",
+        "replica/guard.py",
+        "        result = given(*inputs, **named)\n        then()\n",
+        "        result = given(*inputs, **named)\n",
+    ),
+    # ---- transports
+    Mutant(
+        "shared memory does not divide",
+        "collectives/shm/plan.py",
+        "        self._divide_by = divide_by if op is Op.MEAN else 1\n",
+        "        self._divide_by = 1\n",
+    ),
+    Mutant(
+        "one rank keeps its own copy",
+        "collectives/shm/plan.py",
+        "            for other in piece[1:]:\n                other.copy_(piece[0])\n",
+        "            for other in piece[2:]:\n                other.copy_(piece[0])\n",
+    ),
+    Mutant(
+        "the last elements of a slice are nobody's",
+        "collectives/shm/plan.py",
+        "    step = -(-numel // (grain * owners)) * grain\n",
+        "    step = max(1, numel // (grain * owners)) * grain\n",
+    ),
+    Mutant(
+        "the mean over gloo is a sum",
+        "collectives/torch_dist.py",
+        "        return self._begun(raw, call, flat, self._size if mean_after else 1)\n",
+        "        return self._begun(raw, call, flat, 1)\n",
+    ),
+    Mutant(
+        "collectives are not counted",
+        "collectives/call_log.py",
+        "        self.count += 1\n",
+        "",
+    ),
+    # ---- lanes
+    Mutant(
+        "lanes are added from left to right",
+        "reducer/lanes.py",
+        "while sums and sums[-1][0] == (first - width, width) and first % (2 * width):",
+        "while sums and sums[-1][0] == (first - width, width):",
+    ),
+    Mutant(
+        "the tree is cut elsewhere",
+        "collectives/tree.py",
+        "        if first + half < count:\n            yield from _additions(first + half, half, count)\n",
+        "        if first + half < count:\n            yield from _additions(first + half, 1, count)\n",
+    ),
+]
