@@ -141,6 +141,24 @@ def a_failure_in_one_replica_is_one_of_both(rank: int, transport: str) -> None:
         a.zero_grad(), b.zero_grad()
 
 
+def a_failure_beside_a_replica_that_is_never_reduced(rank: int, transport: str) -> None:
+    """The others wait for no backward of it, so none must be told to have failed."""
+    teacher, model = replica(net(1), transport), replica(net(), transport)
+    failing: list[int] = []
+    model.module[0].weight.register_hook(lambda grad: 1 / 0 if failing else grad)
+    for step in range(4):
+        failing[:] = [1] if rank == 1 and step == 2 else []
+        teacher(part(step, rank))
+        total = loss(model, part(step, rank))
+        if step == 2:
+            with pytest.raises(ZeroDivisionError if rank == 1 else BackwardAborted):
+                total.backward()
+        else:
+            total.backward()
+            assert_grads(model, plain_reference(step))
+        model.zero_grad()
+
+
 # ------------------------------------------------------------------------------------- skipped and thrown away
 
 
@@ -381,6 +399,7 @@ CASES: list[Case] = [
     gradients_of_a_failed_step_stay_away,
     a_callback_of_the_user_raises,
     a_failure_in_one_replica_is_one_of_both,
+    a_failure_beside_a_replica_that_is_never_reduced,
     skipped_over_gradients_that_are_there,
     skipped_inside_no_sync,
     skipped_after_a_failure,

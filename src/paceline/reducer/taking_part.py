@@ -91,11 +91,16 @@ def abandon(reducer: "Reducer") -> None:
 
 def _leave(reducer: "Reducer") -> None:
     """A backward on this thread has failed in another replica. If this one had a forward whose backward the others wait
-    for, it was most likely to be the same: they are told that it will not come."""
+    for, it was most likely to be the same: they are told that it will not come.
+
+    A replica that is called in every step and never reduced, such as a teacher, waits for no backward.
+    """
     with reducer.lock, torch.no_grad():
+        pending = reducer.ledger.forwards_pending
+        waited_for = pending == 1 or (pending and reducer.reductions)
         if reducer.backwards.failed():
             abandon(reducer)
-        elif reducer.lanes is None and reducer.backwards.current is None and reducer.ledger.forwards_pending:
+        elif waited_for and reducer.lanes is None and not reducer.in_backward and not reducer.is_alone():
             reducer.prepare()
             reducer.begin_reduction()
             abort(reducer)
