@@ -49,9 +49,9 @@ def plain(batch: int, micros: int, *, compiled: bool = False, deterministic: boo
     return rate(step, batch * micros)
 
 
-def lanes(batch: int, count: int) -> float:
+def lanes(batch: int, count: int, *, deterministic: bool) -> float:
     """The same microbatches as lanes of a replica, in a loop of one's own."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(deterministic)
     config, next_batch, net, optimizer = parts(batch)
     model = paceline.DistributedDataParallel(net, lanes=count)
     number = 0
@@ -140,7 +140,8 @@ def main() -> None:
         "trainer 1x16 compiled": lambda: trainer(lanes=0, batch=16, steps=60, compile=True)[0],
         "plain 8x2": lambda: plain(2, 8),
         "plain 8x2 deterministic": lambda: plain(2, 8, deterministic=True),
-        "lanes 8x2": lambda: lanes(2, 8),
+        "lanes 8x2": lambda: lanes(2, 8, deterministic=False),
+        "lanes 8x2 deterministic": lambda: lanes(2, 8, deterministic=True),
         "plain 8x16": lambda: plain(16, 8),
         "plain 8x16 deterministic": lambda: plain(16, 8, deterministic=True),
         "trainer default": lambda: trainer(steps=40)[0],
