@@ -263,6 +263,17 @@ def weighted_past_the_replica(rank: int, transport: str) -> None:
             loss(model.module, part(1, rank)).backward()
 
 
+def weighted_and_replaced(rank: int, transport: str) -> None:
+    model = replica(net(), transport)
+    with model.weight(3):
+        with model.no_sync():
+            loss(model, part(0, rank)).backward()
+        for param in model.parameters():
+            param.grad = param.grad * 2
+        with pytest.raises(UsageError, match="was replaced"):
+            loss(model, part(1, rank)).backward()
+
+
 def set_by_hand_after_a_reduction(rank: int, transport: str) -> None:
     model = replica(net(), transport)
     loss(model, part(0, rank)).backward()
@@ -409,6 +420,7 @@ CASES: list[Case] = [
     weighted_then_thrown_away_then_plain,
     weighted_under_hooks_of_the_user,
     weighted_past_the_replica,
+    weighted_and_replaced,
     set_by_hand_after_a_reduction,
     late_and_not_finite,
     late_and_without_weight,

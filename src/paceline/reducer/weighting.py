@@ -103,6 +103,11 @@ def resume_step(reducer: "Reducer") -> None:
             slot.clear() if reducer.lanes is None else slot.clear_backward()  # earlier lanes have used what they have
         reducer.weighting.reset()
     elif reducer.weighting.current is not None:
+        if reducer.set.has_foreign():
+            raise UsageError(
+                "between two microbatches inside weight() a gradient was replaced, so it cannot be told how much it "
+                "counts; change gradients in place there, or after the last backward of the step"
+            )
         reducer.set.hold_all()
 
 
