@@ -5,6 +5,7 @@ A case that fails here trains to other bits than it did. If that is meant, recor
 
 import hashlib
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,16 @@ def test_a_stored_checkpoint_loads_and_the_run_goes_on(ranks: int, procs: Pool) 
     assert files_in(stored.CHECKPOINT) == before
 
 
+@pytest.fixture
+def own_kernels() -> Iterator[None]:
+    """A replay takes up the settings that the capsule was made with, for the life of its process."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.usefixtures("own_kernels")
 def test_what_goes_wrong_in_a_stored_capsule_goes_wrong_again(capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
     for kind in stored.CAPSULES:
