@@ -3,7 +3,9 @@ batch, or an error on every rank."""
 
 import _thread
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.pool import Pool
 Case = Callable[[int, str], None]
 NAN = float("nan")
 WEIGHTS = (3.0, 5.0)
+MADE: "weakref.WeakSet[Any]" = weakref.WeakSet()  # the replicas of a rank
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -30,7 +33,9 @@ def net(seed: int = 0) -> nn.Sequential:
 
 
 def replica(module: nn.Module, transport: str, **options: Any) -> Any:
-    return DDP(module, transport=transport, timeout=20, **options)
+    made = DDP(module, transport=transport, timeout=20, **options)
+    MADE.add(made)
+    return made
 
 
 def part(step: int, rank: int | None, seed: int = 0) -> torch.Tensor:
@@ -437,6 +442,8 @@ def run_case(rank: int, size: int, number: int, transport: str) -> None:
     CASES[number](rank, transport)
     # torch notes here whose forward runs. Two threads that come out of theirs in turn leave it behind, and it is kept.
     nn.parallel.DistributedDataParallel._active_ddp_module = None
+    gc.collect()
+    assert not list(MADE), "what was raised, or a graph, keeps a replica alive"
 
 
 @pytest.mark.parametrize("transport", ["shm", "torch"])

@@ -6,6 +6,7 @@ join(), and on a host, which waits for the sums anyway, they are read at once.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,7 +78,9 @@ def hear_now(reducer: "Reducer", rows: Sequence[StepReport]) -> Exception | None
             return None
         error = report.aborted_error(rows)
         if any(row.abort is Abort.THREADS for row in rows):
-            reducer.refused = error  # this rank may have a second backward to come, and that one had two at once
+            # This rank may have a second backward to come, and that one had two at once. Not `error` itself: once it is
+            # raised it holds the graph, which holds the replica, in a cycle that Python's collector does not see.
+            reducer.refused = partial(report.aborted_error, rows)
         return error
     reducer.heard = [row.votes for row in rows]
     settled = settle(rows, reducer.set, reducer.group, reducer.weighting, reducer.division(), reducer.settings)

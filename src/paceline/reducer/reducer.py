@@ -81,7 +81,7 @@ class Reducer:
         self.buckets_reduced = 0  # in the last reduction
         self.graph = GraphMemory()
         self.last_error: str | None = None
-        self.refused: Exception | None = None  # what backwards raise until there is a forward: other ranks have none
+        self.refused: Callable[[], Exception] | None = None  # for backwards until there is a forward: others have none
 
         self.lock = threading.RLock()  # a module on several devices has a backward thread for each
         self.backwards = Backwards(self._at_end, on_host=all(meta.device.type == "cpu" for meta in layout.params))
@@ -295,7 +295,7 @@ class Reducer:
             self.receive()
         self.set.forget_arrived() if self.backwards.current is None else self.abandon()
         if self.refused is not None:
-            raise self.refused
+            raise self.refused()
         self.relay_now()
         if self.weighting.micros:
             resume_step(self)
