@@ -1,5 +1,6 @@
 """Parts of the trainer that need no ranks: the model, the rate, the page, the trackers, the sparkline."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.cli.train_screen import sparkline
+from paceline.cli.train_screen import program, sparkline
 from paceline.errors import UsageError
 from paceline.train import trackers
 from paceline.train.config import TrainConfig
@@ -172,3 +173,16 @@ def test_a_sparkline_falls_with_its_series() -> None:
     assert sparkline([1.0], 60) == "▁"
     assert sparkline([2.0, float("nan"), 1.0, float("inf")], 60) == "█▁"
     assert sparkline([float("nan")], 60) == ""
+
+
+def test_the_commands_to_try_next_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # a virtual environment that is not active
+    assert program() == f"{sys.executable} -m paceline.cli"
+    started = tmp_path / "bin" / "paceline"
+    started.parent.mkdir()
+    started.touch()
+    monkeypatch.setattr(sys, "argv", [str(started), "train"])
+    assert program() == str(started)
+    started.chmod(0o755)
+    monkeypatch.setenv("PATH", str(started.parent))
+    assert program() == "paceline"

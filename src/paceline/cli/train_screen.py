@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -125,22 +126,23 @@ class Screen:
         return (
             f"step {self._step:5d}/{self._config.steps}   loss {fields['loss']:.3f}   "
             f"{fields['tokens_per_s']:,.0f} tokens/s   {fields['step_s'] * 1e3:.0f} ms a step, "
-            f"{fields['exposed_s'] * 1e3:.1f} exposed   {self._left()} left"
+            f"{fields['exposed_s'] * 1e3:.1f} exposed{self._left()}"
         )
 
     def _left(self) -> str:
+        """How long the rest will take, as the end of a line, once there is a step to tell from."""
         done = self._step - self._first_step
         if done <= 0:
-            return "?"
+            return ""
         seconds = (time.monotonic() - self._first_step_at) / done * (self._config.steps - self._step)
-        return f"{seconds / 60:.0f} min" if seconds > 120 else f"{seconds:.0f} s"
+        return f"   {seconds / 60:.0f} min left" if seconds > 120 else f"   {seconds:.0f} s left"
 
     def _picture(self) -> Group:
         head = Text(f"step {self._step}/{self._config.steps}", style="bold")
         if self._losses:
             head.append(f"   loss {self._losses[-1]:.3f}  ", style="bold cyan")
             head.append(sparkline(self._losses, WIDTH), style="cyan")
-            head.append(f"   {self._left()} left", style="default")
+            head.append(self._left(), style="default")
         else:
             head.append(f"   {self._note}", style="dim")
         table = Table(box=None, pad_edge=False)
@@ -217,14 +219,22 @@ def closing_words(folder: RunFolder) -> int:
     return 0
 
 
+def program() -> str:
+    """How this program can be started again: in a virtual environment that is not active it is not on the PATH."""
+    if shutil.which("paceline"):
+        return "paceline"
+    started = Path(sys.argv[0])
+    return str(started) if started.name == "paceline" and started.exists() else f"{sys.executable} -m paceline.cli"
+
+
 def next_commands(folder: RunFolder, steps: int) -> list[str]:
     """Three things to try, spelled so that they can be copied."""
-    program = "paceline" if shutil.which("paceline") else "python -m paceline.cli"
+    own = program()
     example = "examples/own_model.py" if Path("examples/own_model.py").exists() else "your_script.py"
     commands = {
-        f"{program} train --out {folder.path} --steps {2 * steps}": "goes on where it ended",
-        f"{program} bench": "beside torch's DDP, on this machine",
-        f"{program} run -n 2 {example}": "your own model",
+        f"{own} train --out {folder.path} --steps {2 * steps}": "goes on where it ended",
+        f"{own} bench": "beside torch's DDP, on this machine",
+        f"{own} run -n 2 {example}": "your own model",
     }
     width = max(map(len, commands))
     return [f"{command:<{width}}   # {about}" for command, about in commands.items()]
