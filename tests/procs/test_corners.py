@@ -288,6 +288,17 @@ def set_by_hand_after_a_reduction(rank: int, transport: str) -> None:
     assert all(param.grad.eq(1.5).all() for param in model.parameters())
 
 
+def set_to_another_look_at_the_bucket(rank: int, transport: str) -> None:
+    """The transpose of a gradient lies in the memory that it is to be copied to."""
+    model = replica(nn.Linear(5, 5, bias=False), transport)
+    weight = model.module.weight
+    with model.no_sync():
+        (model(torch.eye(5)) * torch.arange(25.0).view(5, 5) * (rank + 1)).sum().backward()
+    weight.grad = weight.grad.t()
+    model.sync_gradients()
+    assert torch.equal(weight.grad, 1.5 * torch.arange(25.0).view(5, 5))
+
+
 # -------------------------------------------------------------------------------- late, not finite, threads, modes
 
 
@@ -427,6 +438,7 @@ CASES: list[Case] = [
     weighted_past_the_replica,
     weighted_and_replaced,
     set_by_hand_after_a_reduction,
+    set_to_another_look_at_the_bucket,
     late_and_not_finite,
     late_and_without_weight,
     not_finite_in_a_compressed_reduction,
