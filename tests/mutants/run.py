@@ -31,6 +31,7 @@ TESTS = [
     "tests/unit/test_agree_finite.py",
     "tests/unit/test_agree_rotation.py",
     "tests/unit/test_deadlock.py",
+    "tests/unit/test_step_ledger.py",
     "tests/unit/test_tree.py",
     "tests/unit/test_watch.py",
 ]
