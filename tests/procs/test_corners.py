@@ -288,6 +288,15 @@ def set_by_hand_after_a_reduction(rank: int, transport: str) -> None:
     assert all(param.grad.eq(1.5).all() for param in model.parameters())
 
 
+def set_by_hand_and_sparse(rank: int, transport: str) -> None:
+    model = replica(nn.Embedding(4, 2, sparse=True), transport)
+    rows = torch.tensor([[rank]])
+    values = torch.full((1, 2), 2.0)
+    model.module.weight.grad = torch.sparse_coo_tensor(rows, values, (4, 2), check_invariants=True)
+    model.sync_gradients()
+    assert model.module.weight.grad.to_dense().tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+
+
 def set_to_another_look_at_the_bucket(rank: int, transport: str) -> None:
     """The transpose of a gradient lies in the memory that it is to be copied to."""
     model = replica(nn.Linear(5, 5, bias=False), transport)
@@ -438,6 +447,7 @@ CASES: list[Case] = [
     weighted_past_the_replica,
     weighted_and_replaced,
     set_by_hand_after_a_reduction,
+    set_by_hand_and_sparse,
     set_to_another_look_at_the_bucket,
     late_and_not_finite,
     late_and_without_weight,

@@ -73,10 +73,10 @@ class BucketSet:
 
     def has_foreign(self) -> bool:
         """Whether somebody has put something in the place of a gradient that was reduced."""
-        return self.laid and next(self._foreign(), None) is not None
+        return self.laid and not all(slot.meta.sparse for slot in self._foreign())  # a sparse one is never a view
 
     def _foreign(self) -> Iterator[GradSlot]:
-        return (s for s in self.slots if not (s.asleep or s.param.grad is None or s.attached() or s.meta.sparse))
+        return (s for s in self.slots if not (s.asleep or s.param.grad is None or s.attached()))
 
     def fill_up(self, scale: float, *, skips_unused: bool) -> list[Bucket]:
         """Complete the buckets that lack gradients, now that backward is over. Returns these."""

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.agree import Rotation, StartedWord, first_not_finite, heal, locate, start_word
 from paceline.agree.capsule import Kind
-from paceline.agree.finite import OWN, FiniteCheck
+from paceline.agree.finite import OWN, FiniteCheck, NotFinite
 from paceline.agree.homes import homes_in
 from paceline.agree.pieces import Piece
 from paceline.agree.rotation import Gone, Listed
@@ -199,7 +199,7 @@ class Overseer:
         late = slots is None
         bad = self.bad_in(rows[0].reduction) if late and self.looks_at_sums else []
         # What came late was added after the reports had left. It is equal on all ranks, so all find the same.
-        late_bad = slots is not None and self.looks_at_sums and any(row.late for row in rows) and not _finite(slots)
+        late_bad = slots is not None and self.looks_at_sums and any(row.late for row in rows) and bool(_spoilt(slots))
         if not (bad or late_bad or any(row.not_finite for row in rows)):
             self._in_a_row = 0
             return Verdict(error=error)
@@ -350,12 +350,12 @@ def _first(bad: Sequence[str]) -> str:
     return f"the gradient of {bad[0]}{more}" if bad else "a gradient"
 
 
-def _finite(slots: Sequence[GradSlot]) -> bool:
-    return first_not_finite((slot.meta.name, slot.view) for slot in slots if not slot.asleep) is None
+def _spoilt(slots: Sequence[GradSlot]) -> NotFinite | None:
+    return first_not_finite((slot.meta.name, slot.view) for slot in slots if not slot.asleep)
 
 
 def _first_of_sums(slots: Sequence[GradSlot]) -> str:
-    first = first_not_finite((slot.meta.name, slot.view) for slot in slots if not slot.asleep)
+    first = _spoilt(slots)
     return "a gradient" if first is None else f"the gradient of {first.name} ({first.how_many} × {first.kind})"
 
 
