@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -114,7 +115,9 @@ def run_rank(
 def starve_others() -> None:
     """Let the other threads of this process run only when nobody else wants to: what is late becomes very late."""
     for task in Path("/proc/self/task").iterdir():
-        if int(task.name) != os.getpid():
+        if int(task.name) == os.getpid():
+            continue
+        with suppress(ProcessLookupError):  # a thread may end meanwhile
             os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
 
 

@@ -7,7 +7,6 @@ Times are the person's: from the cell that is sent, or the stop button, or the k
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -18,13 +17,13 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import UTC, datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from paceline.bench.hardware import describe_hardware, describe_versions
+from paceline.bench.results import Circumstances, dump_json
 from tests.notebook.notebook import Notebook
 
 RANKS = 2
@@ -142,15 +141,12 @@ def main() -> None:
     if given.json is not None:
         report = {
             "schema": "paceline-notebook/1",
-            "command": "python benchmarks/notebook_times.py " + " ".join(sys.argv[1:]),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "hardware": describe_hardware(),
-            "versions": describe_versions(),
+            **asdict(Circumstances.now()),
             "ranks": RANKS,
             "rows": rows,
             "samples_s": found,
         }
-        given.json.write_text(json.dumps(report, indent=1) + "\n")
+        given.json.write_text(dump_json(report))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,17 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 STEPS = 3
+# What torch's optimizer is told for each of `paceline plan --update`.
+UPDATES: dict[str, dict[str, bool | None]] = {
+    "auto": {"foreach": None, "fused": None},
+    "foreach": {"foreach": True, "fused": None},
+    "fused": {"foreach": None, "fused": True},
+    "loop": {"foreach": False, "fused": False},
+}
 
 
 @dataclass(frozen=True)
@@ -76,9 +82,14 @@ def conduct(device: str, dtype: str, update: str, only: str, file: Path | None) 
     worst = max(abs(result["planned_bytes"] / result["measured_bytes"] - 1) for result in good) if good else 1.0
     say(f"worst: {worst:.1%} of what was measured")
     if file is not None:
-        report = {"schema": "paceline-plan-check/1", "circumstances": circumstances(device), "dtype": dtype}
+        import torch
+
+        from paceline.bench.results import Circumstances, dump_json
+
+        where = Circumstances.now(torch.cuda.get_device_name() if device == "cuda" else None)
+        report = {"schema": "paceline-plan-check/1", "circumstances": asdict(where), "dtype": dtype}
         report |= {"optimizer": "adamw", "update": update, "steps": STEPS, "worst": worst, "results": results}
-        file.write_text(json.dumps(report, indent=1) + "\n")
+        file.write_text(dump_json(report))
     return worst <= 0.10 and len(good) == len(results)
 
 
@@ -91,37 +102,24 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.0f} MiB"
 
 
-def circumstances(device: str) -> dict[str, Any]:
-    import torch
-
-    from paceline.bench.hardware import describe_hardware, describe_versions
-
-    hardware = describe_hardware() | {"gpu": torch.cuda.get_device_name() if device == "cuda" else None}
-    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
-    command = " ".join(["python", "benchmarks/plan_check.py", *words])
-    when = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"date": when, "command": command, "hardware": hardware, "versions": describe_versions()}
-
-
 def one(case: Case, device: str, dtype: str, update: str) -> dict[str, Any]:
     """Measure in this process, then plan."""
     from contextlib import nullcontext
 
     import torch
 
-    from paceline.bench.model import GPT
+    from paceline.bench.gpt import BenchGPT
     from paceline.bench.spec import GPTShape
-    from paceline.memory_plan.closed_form import plan_params
+    from paceline.memory_plan.closed_form import PlanSettings
     from paceline.memory_plan.measured import Peak
     from paceline.memory_plan.of_model import plan
-    from paceline.memory_plan.settings import UPDATES
 
-    ways = UPDATES[update]
+    ways: dict[str, Any] = UPDATES[update]
 
-    def train(shape: GPTShape, batch: int, steps: int) -> tuple[GPT, Any, list[int]]:
+    def train(shape: GPTShape, batch: int, steps: int) -> tuple[BenchGPT, Any, list[int]]:
         torch.manual_seed(0)
         kind = torch.float32 if dtype in ("float32", "bf16") else torch.bfloat16
-        model = GPT(shape).to(device, kind)
+        model = BenchGPT(shape).to(device, kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **ways)
         text = torch.randint(shape.vocabulary, (batch, shape.context + 1), device=device)
         x, y = text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -143,26 +141,26 @@ def one(case: Case, device: str, dtype: str, update: str) -> dict[str, Any]:
     shape = GPTShape(case.vocabulary, case.width, case.layers, case.heads, case.context)
     model, batch, peaks = train(shape, case.batch, STEPS)
     planned = plan(model, batch, dtype=dtype, **ways)
-    closed = plan_params(
-        planned.parameters,
-        case.batch,
-        case.context,
-        case.vocabulary,
+    closed = PlanSettings(
+        params=planned.parameters,
+        batch=case.batch,
+        seq=case.context,
+        vocab=case.vocabulary,
         layers=case.layers,
         width=case.width,
         heads=case.heads,
-        tied=False,
+        untied=True,
         dtype=dtype,
         device=device,
-        **ways,
-    )
+        ranks=(1,),
+        update=update,
+    ).plan()
     return {
         **asdict(case),
         "parameters": planned.parameters,
         "measured_bytes": max(peaks[1:]),
         "measured_by_step": peaks,
         "planned_bytes": planned.total,
-        "planned_first_step_bytes": planned.first_step_total,
         "peak_moment": planned.by_ranks[0].peak.name,
         "closed_form_bytes": closed.total,
         "lines": {line.name: line.nbytes for line in planned.lines},

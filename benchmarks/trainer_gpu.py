@@ -6,7 +6,6 @@
 """
 
 import argparse
-import json
 import platform
 import statistics
 import subprocess
@@ -21,32 +20,33 @@ from typing import Any
 import torch
 
 import paceline
+from paceline.bench.results import dump_json
 from paceline.train.config import TrainConfig
-from paceline.train.folder import RunFolder
-from paceline.train.loop import adamw
 from paceline.train.model import GPT
-from paceline.train.text import prepare
+from paceline.train.optimizer import adamw
+from paceline.train.run_folder import RunFolder
+from paceline.train.samples import prepare
 
 CONTEXT = 1024
 WARM, TIMED = 10, 40
 
 
-def plain(batch: int, micros: int, *, compiled: bool = False, deterministic: bool = False) -> float:
-    """Tokens per second of a plain loop that accumulates `micros` microbatches of `batch` samples."""
+def plain(batch: int, microbatches: int, *, compiled: bool = False, deterministic: bool = False) -> float:
+    """Tokens per second of a plain loop that accumulates `microbatches` microbatches of `batch` samples."""
     torch.use_deterministic_algorithms(deterministic)
     config, next_batch, net, optimizer = parts(batch)
     model: Any = torch.compile(net) if compiled else net
 
     def step() -> None:
-        for _ in range(micros):
+        for _ in range(microbatches):
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(*next_batch())
-            (loss / micros).backward()
+            (loss / microbatches).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad()
 
-    return rate(step, batch * micros)
+    return rate(step, batch * microbatches)
 
 
 def lanes(batch: int, count: int, *, deterministic: bool) -> float:
@@ -159,7 +159,7 @@ def main() -> None:
             "python": platform.python_version(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        given.json.write_text(json.dumps({**about, "tokens_per_second": found}, indent=1) + "\n")
+        given.json.write_text(dump_json({**about, "tokens_per_second": found}))
 
 
 if __name__ == "__main__":

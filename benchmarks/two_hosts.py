@@ -59,18 +59,19 @@ def conduct(per_host: int, steps: int, json_file: Path | None) -> None:
         told, _ = workers[0].communicate(timeout=600)
         for worker in workers:
             worker.wait(60)
-    report = json.loads(told.splitlines()[-1])
-    text = json.dumps(report, indent=1)
-    sys.stdout.write(text + "\n")
+    from paceline.bench.results import dump_json
+
+    text = dump_json(json.loads(told.splitlines()[-1]))
+    sys.stdout.write(text)
     if json_file is not None:
-        json_file.write_text(text + "\n")
+        json_file.write_text(text)
 
 
 def work(rank: int, size: int, steps: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from paceline.bench.model import build_model, rank_batches
+    from paceline.bench.gpt import build_model, rank_batches
     from paceline.bench.spec import StepSpec
 
     torch.set_num_threads(1)

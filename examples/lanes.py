@@ -30,8 +30,8 @@ def main() -> None:
 
     step = 0
     while loader.epoch < EPOCHS:
-        for micros in loader:  # those of this rank's lanes
-            for x, y in model.lanes(micros, step):
+        for microbatches in loader:  # those of this rank's lanes
+            for x, y in model.lanes(microbatches, step):
                 nn.functional.mse_loss(model(x.to(world.device)), y.to(world.device)).backward()
             optimizer.step()
             optimizer.zero_grad()

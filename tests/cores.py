@@ -16,7 +16,7 @@ LONGEST = (
     "procs/test_train.py",
     "notebook/test_tutorials.py",
     "notebook/test_magics.py",
-    "notebook/test_fleet.py",
+    "notebook/test_rank_kernels.py",
     "procs/test_launch_torch.py",
     "procs/test_bench.py",
     "procs/test_shm.py",

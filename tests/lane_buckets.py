@@ -7,7 +7,7 @@ import torch
 from paceline.blocks import aligned_blocks, lanes_of
 from paceline.collectives import Transport, finish
 from paceline.collectives.reduction import GradBucket
-from paceline.collectives.tree import tree_sum
+from paceline.collectives.tree_sum import tree_sum
 from paceline.strategies.lane_sum import LaneSum
 from tests.models import draw
 
@@ -45,9 +45,9 @@ def summed(transport: Transport, buckets: Sequence[GradBucket], lanes: int) -> l
     flights = []
     for bucket in buckets:
         flights.append(reduction(bucket, transport))
-        if reduction.chains:
+        if reduction.multi_step:
             finish(flights[-1].work, what="a bucket", watch=transport.watch, timeout_s=20)
     for flight in flights:
         finish(flight.work, what="a bucket", watch=transport.watch, timeout_s=20)
-        assert flight.land() is None
+        assert flight.result() is None
     return [bucket.buffer() for bucket in buckets]

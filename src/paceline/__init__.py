@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.checkpoint import Checkpointer, NoCheckpoint, Preemption, digest, export_weights
     from paceline.collectives.checked import all_gather, all_reduce, barrier, broadcast
-    from paceline.data import DistributedSampler, Ledger, Loader
+    from paceline.data import DistributedSampler, Loader, SampleLog
     from paceline.memory_plan.of_model import plan
     from paceline.replica.agreement import Agreement
     from paceline.replica.ddp import DistributedDataParallel
@@ -19,10 +19,10 @@ __all__ = [
     "Checkpointer",
     "DistributedDataParallel",
     "DistributedSampler",
-    "Ledger",
     "Loader",
     "NoCheckpoint",
     "Preemption",
+    "SampleLog",
     "World",
     "all_gather",
     "all_reduce",
@@ -41,10 +41,10 @@ _HOMES = {
     "Checkpointer": "checkpoint",
     "DistributedDataParallel": "replica.ddp",
     "DistributedSampler": "data.sampler",
-    "Ledger": "data",
     "Loader": "data",
     "NoCheckpoint": "checkpoint",
     "Preemption": "checkpoint",
+    "SampleLog": "data",
     "World": "world",
     "all_gather": "collectives.checked",
     "all_reduce": "collectives.checked",
@@ -59,19 +59,19 @@ _HOMES = {
 }
 _FOLDERS = (
     *("agree", "bucket_plan", "checkpoint", "collectives", "data", "errors", "kernels", "launch", "layout"),
-    *("memory_plan", "observe", "progress", "randomness", "reducer", "replica", "start", "strategies", "tell"),
+    *("memory_plan", "observe", "placement", "progress", "randomness", "reducer", "replica", "start", "strategies"),
     *("trace", "world"),
 )
 
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext paceline`: N ranks behind every cell of a notebook."""
-    import_module("paceline.notebook").load(shell)
+    import_module("paceline.notebook.extension").load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """`%unload_ext paceline`: end the ranks and take the magics out again."""
-    import_module("paceline.notebook").unload(shell)
+    import_module("paceline.notebook.extension").unload(shell)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ Block = tuple[int, int]  # the first part, and the power of two of parts
 
 def lanes_of(rank: int, size: int, lanes: int) -> range:
     """The lanes that one of `size` ranks runs. The first ranks have one more if they cannot be dealt evenly."""
-    first, end = (-(-lanes * before // size) for before in (rank, rank + 1))  # as `data.order.cuts` has it
+    first, end = (-(-lanes * before // size) for before in (rank, rank + 1))
     return range(first, end)
 
 

@@ -19,10 +19,12 @@ PacelineError
 ├── UnusedParameters      (RuntimeError)  unused="error" and a parameter took no part in a backward
 ├── GraphChanged          (RuntimeError)  static_graph=True and the graph is not static
 ├── UnreducedGradients    (RuntimeError)  an optimizer step on gradients that were never reduced
-├── CheckpointError                       its kinds stand in `checkpoint/faults.py`
+├── NotWhole              (RuntimeError)  a whole tensor was asked for where ranks hold it in shards
+├── NotFiniteGradients    (ArithmeticError)  gradients are not finite, and not_finite= says that this is an error
+├── CheckpointError                       its kinds stand in `checkpoint/errors.py`
 ├── CapsuleDamaged        (ValueError)    a file is no whole failure capsule
-├── DataDiffers           (ValueError)    ranks were given different data: `data/mistakes.py`
-├── WorkerDied, LedgerBroken              of the loader and its ledger: `data/workers.py`, `data/ledger.py`
+├── DataDiffers           (ValueError)    ranks were given different data: `data/rank_checks.py`
+├── WorkerDied, SampleLogDamaged          of the loader: `data/workers.py`, `data/sample_log.py`
 ├── PlanError, ConfigError, CorpusError (ValueError)  a number or text that cannot be planned, trained with, trained on
 └── LaunchError           (RuntimeError)  the ranks could not be started: `launch/job.py`
 
@@ -132,3 +134,7 @@ class GraphChanged(PacelineError, RuntimeError):
 
 class UnreducedGradients(PacelineError, RuntimeError):
     """An optimizer was about to step on gradients that were never reduced."""
+
+
+class NotWhole(PacelineError, RuntimeError):
+    """A whole gradient or parameter was asked for, and under this placement no rank has one."""

@@ -15,7 +15,7 @@ def kernel_settings(device: torch.device | None = None) -> dict[str, str]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        # torch cannot be asked: the smallest numbers tell whether they are taken for zero.
+        # torch has no function for this: a number below the smallest normal one shows whether it is taken for zero.
         "flush denormal": torch.full((), 1e-40, dtype=torch.float32, device="cpu").mul(1.0).item() == 0.0,
     }
     gpu = device is not None and device.type == "cuda"
@@ -36,8 +36,20 @@ def kernel_settings(device: torch.device | None = None) -> dict[str, str]:
     return {name: str(value) for name, value in found.items()}
 
 
+def use_kernel_settings(settings: Mapping[str, str], device: torch.device) -> list[str]:
+    """Run the kernels that kernel_settings() described in another process. Returns what is still different."""
+    if settings.get("threads", "").isdecimal():
+        torch.set_num_threads(max(1, int(settings["threads"])))
+    if settings.get("deterministic algorithms") == "True":
+        torch.use_deterministic_algorithms(True)
+    use_float32_precision(settings)
+    if settings.get("flush denormal") == "True":
+        torch.set_flush_denormal(True)
+    return differences(settings, kernel_settings(device)) if settings else []
+
+
 def use_float32_precision(settings: Mapping[str, str]) -> None:
-    """Multiply float32 as `settings` say, which kernel_settings() made."""
+    """Set the precision of float32 products to that of `settings`, which kernel_settings() returned."""
     for name, place in _float32_places(gpu=True).items():
         if name in settings and settings[name] != _precision(place):
             place.fp32_precision = settings[name]
@@ -61,7 +73,7 @@ def _precision(place: Any) -> str:
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """In words: what of two machines' settings differs."""
+    """What differs between the settings of two machines, as text."""
     names = [*one, *(name for name in other if name not in one)]
     return [
         f"{name}: {one.get(name, 'unknown')} and {other.get(name, 'unknown')}"

@@ -43,6 +43,16 @@ class ParamMeta:
         return self.numel * self.dtype.itemsize
 
     @property
+    def dense(self) -> bool:
+        """Whether the strides cover the elements exactly once, in some order, without a gap."""
+        expected = 1
+        for stride, size in sorted((s, n) for n, s in zip(self.shape, self.stride, strict=True) if n != 1):
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
     def kind(self) -> tuple[torch.dtype, torch.device] | None:
         """Gradients of one kind may share a bucket. None shares with nobody."""
         return None if self.sparse else (self.dtype, self.device)
@@ -107,6 +117,7 @@ class BucketCaps:
 
     caps: tuple[int, ...]
     listed: bool = False  # the user named one size per bucket
+    given: bool = False  # the user named a size
 
     def __post_init__(self) -> None:
         if not self.caps or any(cap <= 0 for cap in self.caps):
@@ -119,13 +130,19 @@ class BucketCaps:
         if bad := [cap for cap in given if not (isinstance(cap, (int, float)) and math.isfinite(cap) and cap > 0)]:
             raise UsageError(f"expected bucket sizes in MiB above zero, got {bad[0]!r}")
         if cap_mib_list:
-            return cls(tuple(int(cap * MIB) for cap in cap_mib_list), listed=True)
+            return cls(tuple(int(cap * MIB) for cap in cap_mib_list), listed=True, given=True)
         if cap_mib is not None:
-            return cls((int(cap_mib * MIB),))
+            return cls((int(cap_mib * MIB),), given=True)
         return cls((1 * MIB, 25 * MIB))
 
     def of(self, position: int) -> int:
         return self.caps[min(position, len(self.caps) - 1)]
+
+
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """So many elements, and more up to the next boundary."""
+    align = max(1, ALIGN_BYTES // dtype.itemsize)
+    return -(-numel // align) * align
 
 
 def plan_layout(params: Iterable[ParamMeta], order: Sequence[int], caps: BucketCaps) -> Layout:
@@ -181,10 +198,9 @@ def _bucket(index: int, group: Sequence[int], metas: Sequence[ParamMeta]) -> Buc
             f"bucket {index} cannot hold both {first.name} and {strange[0].name}: gradients in one bucket have one "
             f"dtype and one device, and a sparse gradient has a bucket of its own"
         )
-    align = max(1, ALIGN_BYTES // first.dtype.itemsize)
     slots: list[Slot] = []
     end = 0
     for param in group:
         slots.append(Slot(param, end, metas[param].numel))
-        end += -(-metas[param].numel // align) * align
+        end += aligned(metas[param].numel, first.dtype)
     return BucketSpec(index, first.dtype, first.device, tuple(slots), end, first.sparse)

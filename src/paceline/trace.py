@@ -14,7 +14,7 @@ class Moment(Enum):
 
     FORWARD_BEGIN = "forward begin"
     FORWARD_END = "forward end"
-    BACKWARD_ENTERED = "backward entered"  # autograd has come to the module; also in micros that are not reduced
+    BACKWARD_ENTERED = "backward entered"  # autograd has come to the module; also in microbatches that are not reduced
     BACKWARD_LEFT = "backward left"  # the last thing done inside a backward
     BACKWARD_BEGIN = "backward begin"  # of one that is reduced: its first gradient has come
     BACKWARD_END = "backward end"  # autograd has produced its last gradient

@@ -17,7 +17,7 @@ from tests.clients.job import EPOCHS, Job, Trained, batches, copied, in_the_plac
 def accelerator_for(job: Job) -> Iterator[Any]:
     precision = "bf16" if job.precision == "bf16-mixed" else "no"
     try:
-        yield Accelerator(cpu=True, gradient_accumulation_steps=job.micros, mixed_precision=precision)
+        yield Accelerator(cpu=True, gradient_accumulation_steps=job.microbatches, mixed_precision=precision)
     finally:
         forget()
 
@@ -37,7 +37,7 @@ def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Tr
             accelerator.load_state(str(resume))
         losses = []
         for epoch in range(0 if resume is None else 1, EPOCHS):
-            for batch in batches(accelerator.process_index, job.micros):
+            for batch in batches(accelerator.process_index, job.microbatches):
                 with accelerator.accumulate(model):
                     loss = model(batch).square().mean()
                     losses.append(loss.item())

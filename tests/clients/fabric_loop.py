@@ -26,10 +26,10 @@ def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Tr
         fabric.load(resume, {"model": model, "optimizer": optimizer})
     losses = []
     for epoch in range(0 if resume is None else 1, EPOCHS):
-        for number, batch in enumerate(batches(fabric.global_rank, job.micros), start=1):
-            last = number % job.micros == 0
+        for number, batch in enumerate(batches(fabric.global_rank, job.microbatches), start=1):
+            last = number % job.microbatches == 0
             with fabric.no_backward_sync(model, enabled=not last):
-                loss = model(batch).square().mean() / job.micros
+                loss = model(batch).square().mean() / job.microbatches
                 losses.append(loss.item())
                 fabric.backward(loss)
             if last:

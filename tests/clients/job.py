@@ -20,7 +20,7 @@ BATCH = 5
 class Job:
     """What a user asks a training framework for."""
 
-    micros: int = 1
+    microbatches: int = 1
     clip: float | None = None
     precision: str = "32-true"  # in Lightning's words
     manual: bool = False  # Lightning: backward and step are called by the module
@@ -50,14 +50,14 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def samples(micros: int) -> torch.Tensor:
+def samples(microbatches: int) -> torch.Tensor:
     """An epoch of two ranks."""
-    return torch.randn(2 * STEPS * micros * BATCH, 8, generator=torch.Generator().manual_seed(100))
+    return torch.randn(2 * STEPS * microbatches * BATCH, 8, generator=torch.Generator().manual_seed(100))
 
 
-def batches(rank: int, micros: int) -> Iterator[torch.Tensor]:
+def batches(rank: int, microbatches: int) -> Iterator[torch.Tensor]:
     """One rank's microbatches of an epoch."""
-    return iter(samples(micros).view(2, STEPS * micros, BATCH, 8)[rank])
+    return iter(samples(microbatches).view(2, STEPS * microbatches, BATCH, 8)[rank])
 
 
 def readme_block(word: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Tr
             devices=2,
             strategy=strategy,
             precision=job.precision,
-            accumulate_grad_batches=job.micros,
+            accumulate_grad_batches=job.microbatches,
             gradient_clip_val=job.clip,
             max_epochs=EPOCHS,
             logger=False,
@@ -64,7 +64,7 @@ def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Tr
             default_root_dir=save,
             callbacks=[ModelCheckpoint(save, "{epoch}", every_n_epochs=1, save_top_k=-1)],
         )
-        trainer.fit(model, DataLoader(TensorDataset(samples(job.micros)), BATCH), ckpt_path=resume)
+        trainer.fit(model, DataLoader(TensorDataset(samples(job.microbatches)), BATCH), ckpt_path=resume)
     assert trainer.global_step == EPOCHS * STEPS
     return Trained(copied(model.state_dict()), model.losses)
 

@@ -20,10 +20,10 @@ from tests.pool import Pool
 CLIENTS = ["accelerate_loop", "fabric_loop", "lightning_trainer", "transformers_trainer"]
 JOBS = {
     "plain": Job(),
-    "accumulated": Job(micros=2),
+    "accumulated": Job(microbatches=2),
     "clipped": Job(clip=0.05),
     "bf16": Job(precision="bf16-mixed"),
-    "all": Job(micros=2, clip=0.05, precision="bf16-mixed"),
+    "all": Job(microbatches=2, clip=0.05, precision="bf16-mixed"),
 }
 CASES = {f"{client}-{name}": (client, job) for client in CLIENTS for name, job in JOBS.items()} | {
     "fabric_loop-bf16-true": ("fabric_loop", Job(precision="bf16-true")),
@@ -53,7 +53,7 @@ def compare(expected: Trained, found: Trained) -> None:
 def train_with_both(rank: int, size: int, client: str, job: Job, folder: Path) -> None:
     loop: Client = load(client)
     expected = loop.train(job, TORCHS, folder / "reference", None)
-    assert len(set(expected.losses)) == EPOCHS * STEPS * job.micros
+    assert len(set(expected.losses)) == EPOCHS * STEPS * job.microbatches
     assert all(loss > 0 for loss in expected.losses)
     for transport in TRANSPORTS:
         os.environ["PACELINE_TRANSPORT"] = transport

@@ -55,7 +55,7 @@ def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Tr
                 bf16=job.precision == "bf16-mixed",
                 gradient_checkpointing=job.recomputes,
                 per_device_train_batch_size=BATCH,
-                gradient_accumulation_steps=job.micros,
+                gradient_accumulation_steps=job.microbatches,
                 max_grad_norm=job.clip or 0.0,
                 num_train_epochs=EPOCHS,
                 save_strategy="epoch",
@@ -64,7 +64,7 @@ def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Tr
                 logging_strategy="no",
             )
             model = gpt2()
-            trainer = Recorded(model, arguments, train_dataset=Tokens(2 * STEPS * job.micros * BATCH))
+            trainer = Recorded(model, arguments, train_dataset=Tokens(2 * STEPS * job.microbatches * BATCH))
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             assert type(trainer.model_wrapped) is ddp
             assert trainer.state.global_step == EPOCHS * STEPS

@@ -5,6 +5,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,10 +13,15 @@ import torch.distributed as dist
 
 from paceline import collectives
 from paceline.collectives import LocalTransport, Op, ThreadWorld, TorchDistTransport, Transport, finish, run
+from paceline.collectives.block_gather import BlockGather
 from paceline.collectives.choose import choose
+from paceline.collectives.group import Group
+from paceline.collectives.protocols import Traits
+from paceline.collectives.reduction import GradBucket
 from paceline.collectives.shm import ShmTransport
-from paceline.collectives.tree import tree_sum
+from paceline.collectives.tree_sum import tree_sum
 from paceline.errors import CollectiveMismatch, PeerAbsent, PeerLost, UsageError
+from paceline.strategies.scatter_mean import ScatterMean
 from tests.pool import Pool
 
 CPU = torch.device("cpu")
@@ -67,13 +73,13 @@ def it_adds_in_the_tree_where_it_can(transport: Transport) -> None:
             sizes = 10.0 ** torch.randint(-3, 4, (transport.size, numel), generator=draws)
             parts = (torch.randn(transport.size, numel, generator=draws) * sizes).to(dtype)
             flat = transport.allocate(numel, dtype, CPU).copy_(parts[transport.rank])
-            if not transport.trees(CPU):
+            if not transport.traits(CPU).tree_sum:
                 with pytest.raises(UsageError, match="cannot add in the tree over rank numbers"):
                     transport.all_reduce(flat, Op.TREE)
                 continue
             settle(transport, transport.all_reduce(flat, Op.TREE))
             assert torch.equal(flat, tree_sum(list(parts))), dtype
-    assert not transport.queues(CPU)
+    assert not transport.traits(CPU).stream_ordered
 
 
 def it_reduces_every_dtype(transport: Transport) -> None:
@@ -120,16 +126,69 @@ def it_gathers_in_rank_order(transport: Transport) -> None:
     assert torch.equal(out, all_mine(transport).flatten())
 
 
-def it_exchanges_parts(transport: Transport) -> None:
+def it_sends_a_part_to_each(transport: Transport) -> None:
     for dtype in (torch.float32, torch.complex64, torch.int64):
         flat = torch.arange(transport.size * 3).to(dtype) + 100 * transport.rank
         out = torch.full_like(flat, -1)
-        settle(transport, transport.exchange(out, flat))
+        settle(transport, transport.all_to_all(out, flat))
         first = torch.arange(3) + 3 * transport.rank
         expected = torch.cat([first + 100 * rank for rank in range(transport.size)]).to(dtype)
         assert torch.equal(out, expected), dtype
-    with pytest.raises(UsageError, match="exchange over"):
-        transport.exchange(torch.zeros(1), torch.zeros(2))
+    with pytest.raises(UsageError, match="all_to_all over"):
+        transport.all_to_all(torch.zeros(1), torch.zeros(2))
+
+
+def it_reduces_into_shards(transport: Transport) -> None:
+    """By `ScatterMean`, which does it in some way over every transport; the bits are those of the whole mean."""
+    size, rank = transport.size, transport.rank
+    bounds = [0, *(40 * (other + 1) for other in range(size - 1)), 200]
+    spans = [((begin, end), (200 + begin, 200 + end)) for begin, end in pairwise(bounds)]
+    for dtype in FLOATS:
+        for flat in (transport.allocate(400, dtype, CPU), torch.zeros(400, dtype=dtype)):
+            flat.copy_(torch.arange(400).mul(rank + 1).remainder(17))
+            whole = flat.clone()
+            reduction = ScatterMean()
+            if not reduction.divides(transport, CPU):
+                flat.div_(size), whole.div_(size)
+            flight = reduction(GradBucket(0, flat, [flat], [flat], last=True, spans=spans), transport)
+            settle(transport, flight.work)
+            flight.result()
+            mean = Op.MEAN if reduction.divides(transport, CPU) else Op.SUM
+            settle(transport, transport.all_reduce(whole, mean))
+            exact = size <= 2 or transport.traits(CPU).sharded  # else a ring adds in another order
+            limit = 0.0 if exact else 0.02
+            for begin, end in spans[rank]:
+                torch.testing.assert_close(flat[begin:end], whole[begin:end], rtol=limit, atol=limit)
+
+
+def it_gathers_blocks(transport: Transport) -> None:
+    """Some ranks bring more than others, and one may bring nothing."""
+    group = Group(transport, 20, owned=False)
+    target = torch.zeros(transport.size, 8)
+    blocks = [[target[rank, :rank], target[rank, 4 : 4 + rank]] for rank in range(transport.size)]
+    filled = [[block for block in of_rank if block.numel()] for of_rank in blocks]
+    if not any(filled):
+        return
+    own = [block.clone().fill_(10 * transport.rank + at) for at, block in enumerate(filled[transport.rank])]
+    for direct in (False, True):
+        target.zero_()
+        gather = BlockGather(own, filled, tag=3, direct=direct)
+        gather.start(group)
+        gather.finish(group, "blocks")
+        for rank in range(transport.size):
+            assert target[rank, :rank].tolist() == [10.0 * rank] * rank
+            assert target[rank, 4 : 4 + rank].tolist() == [10.0 * rank + 1] * rank
+
+
+def it_tells_gathers_apart(transport: Transport) -> None:
+    if transport.size == 1:
+        return
+    target = torch.zeros(transport.size, 4)
+    blocks = [[row] for row in target]
+    for direct in (False, True):
+        gather = BlockGather([torch.ones(4)], blocks, tag=transport.rank, direct=direct)
+        with pytest.raises(CollectiveMismatch, match="must run the same parts of the model"):
+            gather.finish(Group(transport, 20, owned=False), "the parameters of block 1")
 
 
 def it_has_many_in_flight(transport: Transport) -> None:
@@ -191,6 +250,9 @@ def it_forgets_a_tensor_that_was_waited_for_in_vain(transport: Transport) -> Non
 
 
 CASES: list[Callable[[Transport], None]] = [
+    it_reduces_into_shards,
+    it_gathers_blocks,
+    it_tells_gathers_apart,
     it_knows_its_place,
     it_allocates_zeros,
     it_reduces_by_every_op,
@@ -200,7 +262,7 @@ CASES: list[Callable[[Transport], None]] = [
     it_reduces_sparse_tensors,
     it_broadcasts_from_any_root,
     it_gathers_in_rank_order,
-    it_exchanges_parts,
+    it_sends_a_part_to_each,
     it_has_many_in_flight,
     it_may_be_waited_for_twice,
     it_leaves_gradients_of_parameters_alone,
@@ -240,7 +302,7 @@ def over_gloo(rank: int, size: int) -> dict[str, str]:
     assert dist.group.WORLD is not None
     transport = TorchDistTransport(dist.group.WORLD)
     assert (transport.rank, transport.size, transport.group) == (rank, size, dist.group.WORLD)
-    assert transport.trees(CPU) is (size <= 2)
+    assert transport.traits(CPU).tree_sum is (size <= 2)
     return faults_of(transport)
 
 
@@ -259,10 +321,11 @@ def over_shm(rank: int, size: int) -> dict[str, str]:
     assert dist.group.WORLD is not None
     transport = choose(TorchDistTransport(dist.group.WORLD), "shm", [CPU], 20)
     assert isinstance(transport, ShmTransport)
-    assert (transport.rank, transport.size, transport.inline, transport.averages(CPU)) == (rank, size, True, True)
-    assert transport.trees(CPU)
+    assert (transport.rank, transport.size) == (rank, size)
+    able = Traits(progress_on_caller=True, native_mean=True, tree_sum=True, all_to_all=True, sharded=True)
+    assert transport.traits(CPU) == able
     faults = faults_of(transport)
-    second = transport.apart(20)
+    second = transport.dup(20)
     faults |= faults_of(second)
     second.close()
     transport.close()
@@ -329,7 +392,7 @@ def test_a_process_group_written_in_python() -> None:
     flat = torch.ones(2)
     settle(transport, transport.all_reduce(flat))
     assert flat.tolist() == [3, 3]
-    assert not transport.trees(CPU), "what it adds, and with whom, is not known"
+    assert not transport.traits(CPU).tree_sum, "what it adds, and with whom, is not known"
     with pytest.raises(UsageError, match="cannot add in the tree"):
         transport.all_reduce(flat, Op.TREE)
 
@@ -435,6 +498,6 @@ def test_an_absent_thread_is_named() -> None:
     world = ThreadWorld(3)
     world.transport(2).all_reduce(torch.ones(1))
     work = world.transport(0).all_reduce(torch.ones(1))
-    with pytest.raises(PeerAbsent, match="for rank 1, more than timeout") as caught:
+    with pytest.raises(PeerAbsent, match="for rank 1, which exceeds timeout") as caught:
         finish(work, what="bucket 0", watch=world.transport(0).watch, timeout_s=0.2)
     assert caught.value.ranks == (1,)

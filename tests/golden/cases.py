@@ -1,7 +1,7 @@
 """What is trained: one line for every case, made by small products and pruned to what the library accepts.
 
 A case's name says what is not as usual in it: `torch-3 lanes-8 weight` is three ranks over gloo, eight lanes, and
-micros that count by their tokens.
+microbatches that count by their tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,8 +18,8 @@ class Case:
     transport: str
     ranks: int
     lanes: int = 0
-    accumulate: str = ""  # three micros per step, or per lane
-    weight: str = ""  # micros count by their tokens, which differ
+    accumulate: str = ""  # three microbatches per step, or per lane
+    weight: str = ""  # microbatches count by their tokens, which differ
     reduction: str = "mean"
     dtype: str = "float32"
     model: str = "plain"

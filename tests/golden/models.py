@@ -3,9 +3,9 @@
 Every operation is elementwise and rounded once, as IEEE 754 says. There is no matrix product, no sum over many elements
 and no broadcast (its gradient is such a sum): kernels add these in an order that depends on the processor. Where a
 product is added, its factor is a power of two, so that it does not matter whether a kernel rounds in between. What is
-left are the weights of micros and the squares of Adam: float32 and float64 are multiplied and added at once where there
-is AVX2, whatever the length of the vectors. In bfloat16 torch's kernels do so only in the body of a tensor and not at
-its end, so there are no weights in bfloat16 here.
+left are the weights of microbatches and the squares of Adam: float32 and float64 are multiplied and added at once
+where there is AVX2, whatever the length of the vectors. In bfloat16 torch's kernels do so only in the body of a tensor
+and not at its end, so there are no weights in bfloat16 here.
 """
 
 import math
@@ -60,12 +60,12 @@ class Net(nn.Module):
         return torch.cat([h[:1] * self.first, h[1:34] * self.part, h[34:WIDTH]])
 
     def more(self, h: torch.Tensor, x: torch.Tensor, turn: int) -> torch.Tensor:
-        """What kinds of models do beside this. `turn` tells micros apart: see `Trainee.backward`."""
+        """What kinds of models do beside this. `turn` tells microbatches apart: see `Trainee.backward`."""
         return h
 
 
 class Unused(Net):
-    """One parameter takes part in some micros, and one in none."""
+    """One parameter takes part in some microbatches, and one in none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Shared(Net):
 
 
 class Sparse(Net):
-    """Rows of a table; every micro uses one of its five twice, and ranks use different ones."""
+    """Rows of a table; every microbatch uses one of its five twice, and ranks use different ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ CHECKPOINT = HERE / "checkpoint"
 CAPSULES = {"not-finite": HERE / "not-finite.capsule", "crash": HERE / "crash.capsule"}
 LANES, SAVED_AT, MORE_STEPS = 4, 3, 2
 
-Micro = tuple[torch.Tensor, ...]
+Microbatch = tuple[torch.Tensor, ...]
 
 
 # ---- the checkpoint
@@ -37,11 +37,11 @@ class Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125, momentum=0.9, foreach=False)
         samples = [(numbers(2 * i, WIDTH), numbers(2 * i + 1, WIDTH), torch.tensor(i)) for i in range(29)]
         data = TensorDataset(*(torch.stack(column) for column in zip(*samples, strict=True)))
-        self.loader = paceline.Loader[list[Micro]](data, batch_size=1, lanes=LANES, seed=5)
+        self.loader = paceline.Loader[list[Microbatch]](data, batch_size=1, lanes=LANES, seed=5)
         self.seen: list[list[int]] = []  # which samples this rank was dealt, by step
 
     def go_on(self, first: int, steps: int) -> None:
-        batches: Iterator[list[Micro]] = iter(self.loader)
+        batches: Iterator[list[Microbatch]] = iter(self.loader)
         for step in range(first, first + steps):
             self.seen.append([])
             for x, target, index in self.model.lanes(next(batches), step):
@@ -106,9 +106,9 @@ def picky() -> nn.Module:
     return model
 
 
-def loss(model: nn.Module, micro: Any) -> torch.Tensor:
-    """Of a micro of lanes. Outside of lanes the capsule has what forward was given, and no target."""
-    x, *more = micro
+def loss(model: nn.Module, microbatch: Any) -> torch.Tensor:
+    """Of a microbatch of lanes. Outside of lanes the capsule has what forward was given, and no target."""
+    x, *more = microbatch
     turn, target = (more[0], x) if len(more) == 1 else (0, more[0])
     return loss_of(model(x, turn), target)
 
@@ -118,11 +118,13 @@ def spoil(rank: int, size: int, folder: str) -> None:
     agreement = paceline.Agreement(not_finite="skip", capsules=folder)
     model: Any = paceline.DistributedDataParallel(net(), lanes=LANES, seed=7, agreement=agreement)
     for step in range(3):
-        micros = [(numbers(10 * step + lane, WIDTH), numbers(100 + lane, WIDTH), lane) for lane in model.own_lanes]
+        microbatches = [
+            (numbers(10 * step + lane, WIDTH), numbers(100 + lane, WIDTH), lane) for lane in model.own_lanes
+        ]
         if step == 2 and rank == size - 1:
-            micros[-1][0][17] = float("nan")
-        for micro in model.lanes(micros, step):
-            loss(model, micro).backward()
+            microbatches[-1][0][17] = float("nan")
+        for microbatch in model.lanes(microbatches, step):
+            loss(model, microbatch).backward()
         model.zero_grad()
 
 

@@ -38,31 +38,33 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     losses: Losses = field(default_factory=lambda: [[] for _ in range(STEPS)])
 
-    def backward(self, step: int, place: int, micro: int = 0, share: float = 1.0, spoilt: bool = False) -> torch.Tensor:
-        """Forward and backward of one micro. `place` is the rank, or in lanes the lane."""
-        turn = 1000 * step + 10 * place + micro
+    def backward(
+        self, step: int, place: int, microbatch: int = 0, share: float = 1.0, spoilt: bool = False
+    ) -> torch.Tensor:
+        """Forward and backward of one microbatch. `place` is the rank, or in lanes the lane."""
+        turn = 1000 * step + 10 * place + microbatch
         dtype = getattr(torch, self.case.dtype)
         x, target = numbers(2 * turn, WIDTH, dtype=dtype), numbers(2 * turn + 1, WIDTH, dtype=dtype)
         if spoilt:
             x[3] = math.inf
-        counts = self.model.weight(1 + (3 * place + 5 * micro + step) % 7) if self.case.weight else nullcontext()
+        counts = self.model.weight(1 + (3 * place + 5 * microbatch + step) % 7) if self.case.weight else nullcontext()
         with counts:
             loss = loss_of(self.model(x, turn), target) / share
             loss.backward()
         self.losses[step].append(float(loss.detach()))
         return loss.detach()
 
-    def micros(self, step: int, place: int) -> None:
-        """All micros of a step, or of a lane, reduced as the case says."""
+    def microbatches(self, step: int, place: int) -> None:
+        """All microbatches of a step, or of a lane, reduced as the case says."""
         accumulate = self.case.accumulate
         if not accumulate:
             self.backward(step, place)
             return
         share = 1.0 if self.case.weight else float(MICROS)
-        for micro in range(MICROS):
-            last = micro == MICROS - 1
+        for microbatch in range(MICROS):
+            last = microbatch == MICROS - 1
             with self._without_sync(accumulate, last=last):
-                self.backward(step, place, micro, share)
+                self.backward(step, place, microbatch, share)
         if accumulate == "by-hand":
             self.model.sync_gradients()
 
@@ -87,12 +89,12 @@ def plain(one: Trainee) -> None:
     for step in range(STEPS):
         if step:
             one.zero_grad(step)
-        one.micros(step, one.rank)
+        one.microbatches(step, one.rank)
         one.optimizer.step()
 
 
 def in_lanes(one: Trainee) -> None:
-    """A micro is known by its lane, whoever runs it."""
+    """A microbatch is known by its lane, whoever runs it."""
     loop = one.case.loop
     for step in range(STEPS):
         if step:
@@ -103,7 +105,7 @@ def in_lanes(one: Trainee) -> None:
             elif loop == "not-finite":
                 one.backward(step, lane, spoilt=(step, lane) == (2, 1))
             else:
-                one.micros(step, lane)
+                one.microbatches(step, lane)
         if loop == "clip":
             clip(one.model)
         one.optimizer.step()
@@ -117,7 +119,7 @@ def skip(one: Trainee) -> None:
         if step and one.rank == step % one.case.ranks:
             one.model.skip_batch()
         else:
-            one.micros(step, one.rank)
+            one.microbatches(step, one.rank)
         one.optimizer.step()
 
 
@@ -127,7 +129,7 @@ def join(one: Trainee) -> None:
         for step in range(min(STEPS, 3 + one.rank)):
             if step:
                 one.zero_grad(step)
-            one.micros(step, one.rank)
+            one.microbatches(step, one.rank)
             one.optimizer.step()
 
 
@@ -135,13 +137,13 @@ def explicit(one: Trainee) -> None:
     for step in range(STEPS):
         if step:
             one.zero_grad(step)
-        one.micros(step, one.rank)
+        one.microbatches(step, one.rank)
         one.model.sync_gradients()
         one.optimizer.step()
 
 
 def closure(one: Trainee) -> None:
-    """A micro before the step, and the one that completes it inside."""
+    """A microbatch before the step, and the one that completes it inside."""
     for step in range(STEPS):
         if step:
             one.zero_grad(step)
@@ -158,7 +160,7 @@ def clipped(one: Trainee) -> None:
     for step in range(STEPS):
         if step:
             one.zero_grad(step)
-        one.micros(step, one.rank)
+        one.microbatches(step, one.rank)
         one.model.sync_gradients()
         clip(one.model)
         one.optimizer.step()
@@ -189,7 +191,7 @@ def heal(one: Trainee) -> None:
         if (step, one.rank) == (2, one.case.ranks - 1):
             with torch.no_grad():
                 one.model.module.scale[5] += 1
-        one.micros(step, one.rank)
+        one.microbatches(step, one.rank)
         one.optimizer.step()
 
 

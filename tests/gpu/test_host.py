@@ -175,6 +175,27 @@ def test_weights_are_divided_by_on_the_device(nccl: Nccl) -> None:
     nccl(weighted, 2)
 
 
+def weighted_without_one_rank(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(nn.Linear(8, 4).cuda())
+    for step in range(10):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).cuda()
+        model.zero_grad()
+        if rank == 1 and step % 3 == 2:
+            model.skip_batch()
+        else:
+            with model.weight(4):
+                model(x).square().mean().backward()
+        wanted = torch.autograd.grad(model.module(x).square().mean(), list(model.parameters()))
+        for mine, theirs in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(mine.grad, theirs)
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_skips_its_batch_gets_the_weighted_mean_of_the_others(nccl: Nccl) -> None:
+    nccl(weighted_without_one_rank, 2)
+
+
 def aborted(rank: int, size: int, fused: bool) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).cuda()
@@ -203,7 +224,7 @@ def aborted(rank: int, size: int, fused: bool) -> None:
         step()
     changed = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert changed == (rank == 0 and not fused), "a fused optimizer is stopped on the device"
-    said = "no rank took the update" if fused else "lacked the gradients of that rank"
+    said = "no rank applied the update" if fused else "lacked the gradients of that rank"
     said = "the others have been told" if rank == 1 else said
     with pytest.raises(paceline.errors.BackwardAborted, match=said):
         step()

@@ -19,12 +19,12 @@ def sums_lanes(rank: int, size: int) -> None:
     assert dist.group.WORLD is not None
     transport = TorchDistTransport(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device())
-    assert transport.queues(device)
-    assert transport.trees(device) is (size <= 2)
+    assert transport.traits(device).stream_ordered
+    assert transport.traits(device).tree_sum is (size <= 2)
     for lanes in (4, 7, 8):
         for dtype in FLOATS:
             reduction = LaneSum(lanes, transport, device)
-            assert not reduction.chains
+            assert not reduction.multi_step
             with torch.cuda.stream(torch.cuda.Stream()):
                 buckets = [lane_bucket(transport, lanes, numel, dtype, device) for numel in NUMELS]
                 flights = [reduction(bucket, transport) for bucket in buckets]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import ReplicaDrift, UsageError
+from paceline.reducer.unreduced import first_with_gradient
 from paceline.replica.agreement import Agreement
 from tests.gpu.ranks import on_nccl
 from tests.models import DDP, draw
@@ -29,8 +30,8 @@ def trained(rank: int, size: int, out: str) -> None:
     model: Any = DDP(net(), lanes=LANES, seed=9, bucket_cap_mb=0.02, agreement=Agreement(state_every=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for step in range(8):
-        micros = [draw(100 * step + lane, 16, 64).cuda() for lane in model.own_lanes]
-        for x in model.lanes(micros, step):
+        microbatches = [draw(100 * step + lane, 16, 64).cuda() for lane in model.own_lanes]
+        for x in model.lanes(microbatches, step):
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(x).square().mean()
             loss.backward()
@@ -82,24 +83,24 @@ def test_drift_and_not_finite_on_a_gpu(procs: Any, tmp_path: Path) -> None:
 def waits_and_captures(rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=rank, world_size=size)
     model: Any = DDP(net(), lanes=2)
-    micros = [draw(lane, 16, 64).cuda() for lane in model.own_lanes]
-    for x in model.lanes(micros, 0):
+    microbatches = [draw(lane, 16, 64).cuda() for lane in model.own_lanes]
+    for x in model.lanes(microbatches, 0):
         model(x).square().mean().backward()
-    assert model._core.set.first_with_gradient() == "0.weight"
+    assert first_with_gradient(model._core.bucket_set) == "0.weight"
     model.zero_grad(set_to_none=False)
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("ignore")  # torch calls the mode a prototype
         torch.cuda.set_sync_debug_mode("warn")
         warnings.simplefilter("always")
-        assert model._core.set.first_with_gradient() is None
+        assert first_with_gradient(model._core.bucket_set) is None
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("default")
     assert len(waits) == 1, "the host waits once, whatever the number of parameters"
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        micros[0].add(1)  # torch warns of graphs that are empty
+        microbatches[0].add(1)  # torch warns of graphs that are empty
         with pytest.raises(UsageError, match="cannot go into a CUDA graph"):
-            next(model.lanes(micros, 1))
-    for x in model.lanes(micros, 1):
+            next(model.lanes(microbatches, 1))
+    for x in model.lanes(microbatches, 1):
         model(x).square().mean().backward()
     dist.destroy_process_group()
 

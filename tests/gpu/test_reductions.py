@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
-from paceline.collectives.tree import tree_sum
+from paceline.collectives.tree_sum import tree_sum
 from paceline.strategies.names import NAMES, by_name
 from paceline.strategies.power_sgd import PowerSGD
 from tests.gpu.ranks import on_nccl

@@ -151,7 +151,7 @@ def test_a_world_of_one_costs_no_memory(procs: Any, tmp_path: Path) -> None:
 
 
 def wide_or_narrow(rank: int, size: int) -> None:
-    from paceline.strategies.reduction import Wire
+    from paceline.strategies.cast import Wire
 
     torch.manual_seed(0)
     net = nn.Linear(64, 64, bias=False).cuda().bfloat16()

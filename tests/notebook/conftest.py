@@ -12,9 +12,9 @@ import pytest
 from jupyter_core.utils import ensure_event_loop
 
 from paceline.notebook.events import Event, Failed, Noticed, Wrote
-from paceline.notebook.fleet.boot import BootView
-from paceline.notebook.fleet.fleet import Fleet
-from paceline.notebook.fleet.placing import Wish
+from paceline.notebook.rank_kernels.driver import RankKernels
+from paceline.notebook.rank_kernels.start_options import StartOptions
+from paceline.notebook.rank_kernels.startup import StartupProgress
 from tests.conftest import Belongings, _leaks
 from tests.pool import Pool
 
@@ -61,7 +61,7 @@ class Record:
         return COLOURS.sub("", "\n".join("\n".join(event.traceback) for event in self.of(Failed, rank)))
 
 
-def unseen(view: BootView) -> None:
+def unseen(view: StartupProgress) -> None:
     """A boot that nobody looks at."""
 
 
@@ -78,9 +78,8 @@ def leak_police() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def fleet(leak_police: None) -> Iterator[Fleet]:
+def kernels(leak_police: None) -> Iterator[RankKernels]:
     """Two started ranks."""
-    started = Fleet(Wish(2, gpu_ids=()))
-    started.start(unseen)
+    started = RankKernels(StartOptions(2, gpu_ids=()), unseen)
     yield started
     started.close()

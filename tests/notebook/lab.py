@@ -151,9 +151,6 @@ class Page:
         expect(self.page.locator("#jp-main-statusbar").get_by_text("| Idle")).to_be_visible(timeout=30_000)
         self._cells.first.locator(".cm-content").click()
 
-    def select(self, cell: int) -> None:
-        self._cells.nth(cell).locator(".jp-InputPrompt").click()
-
     def begin(self) -> None:
         """Start the selected cell and select the next one."""
         self.page.keyboard.press("Shift+Enter")
@@ -184,9 +181,6 @@ class Page:
         """Press the button."""
         self.page.locator('[data-command="notebook:interrupt-kernel"]').first.click()
 
-    def pause(self, seconds: float) -> None:
-        self.page.wait_for_timeout(1000 * seconds)
-
     def press(self, key: str) -> None:
         self.page.keyboard.press(key)
 
@@ -205,15 +199,6 @@ class Page:
     def source(self, cell: int) -> str:
         text: str = self._cells.nth(cell).locator(".cm-content").inner_text()
         return text
-
-    def zoom(self, chart: Any) -> None:
-        """With Ctrl and the wheel, in the middle of a chart."""
-        chart.hover()
-        self.page.keyboard.down("Control")
-        for _ in range(8):
-            self.page.mouse.wheel(0, -100)
-        self.page.keyboard.up("Control")
-        self.pause(0.2)
 
     def picture(self, path: Path, last: int) -> None:
         """Of the notebook until this cell, without what surrounds it."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from paceline.launch.tracebacks import package_of, without_colours
 from paceline.notebook.events import Died, Failed
-from paceline.notebook.fleet.running import Outcome
-from paceline.notebook.page.failures import MAX_LINES, RanksFailed
-from paceline.notebook.page.tracebacks import package_of, without_colours
+from paceline.notebook.output.failures import MAX_LINES, RanksFailed
+from paceline.notebook.rank_kernels.cell_run import CellOutcome
 from tests.notebook.kernel_cells import run_cells
 
 CELLS = {
@@ -57,7 +57,7 @@ def on(error: Failed, ranks: range | list[int], **changes: Any) -> tuple[Failed,
 
 
 def rendered(*failures: Failed, size: int = 2, deaths: tuple[Died, ...] = (), interrupted: bool = False) -> list[str]:
-    lines = RanksFailed(Outcome(failures, deaths, interrupted), size)._render_traceback_()
+    lines = RanksFailed(CellOutcome(failures, deaths, interrupted), size)._render_traceback_()
     assert all("\n" not in line for line in lines)
     return [without_colours(line) for line in lines]
 
@@ -120,11 +120,11 @@ def test_frames_of_libraries_are_counted_and_the_raising_one_is_kept(errors: dic
 
 
 def test_colours_are_kept(errors: dict[str, Failed]) -> None:
-    coloured = RanksFailed(Outcome(on(errors["cell"], range(2))), 2)._render_traceback_()
+    coloured = RanksFailed(CellOutcome(on(errors["cell"], range(2))), 2)._render_traceback_()
     assert coloured[0] == "\x1b[31mZeroDivisionError\x1b[39m on ranks 0-1 (2 of 2)"
     original = "\n".join(errors["cell"].traceback).split("\n")
     assert all(line in original for line in coloured[1:])
-    plain = RanksFailed(Outcome(on(errors["without colours"], range(2))), 2)._render_traceback_()
+    plain = RanksFailed(CellOutcome(on(errors["without colours"], range(2))), 2)._render_traceback_()
     assert "\x1b" not in "".join(plain)
 
 
@@ -174,14 +174,14 @@ def test_values_that_differ_are_listed_by_rank(errors: dict[str, Failed]) -> Non
     # The source line is the same in a real cell; only what is said differs.
     lines = rendered(first, *on(first, [1], value="loss 0.7"))
     assert lines[0] == "ValueError on ranks 0-1 (2 of 2)"
-    assert lines[-3:] == ["ValueError: what it says differs", "  rank 0: loss 0.5", "  rank 1: loss 0.7"]
+    assert lines[-3:] == ["ValueError: the messages differ", "  rank 0: loss 0.5", "  rank 1: loss 0.7"]
     assert rendered(first, *other)[-2:] == ["  rank 0: loss 0.5", "  rank 1: loss 0.7"]
     many = [on(first, [rank], value=f"loss {rank // 32 if rank < 62 else rank}")[0] for rank in range(64)]
     lines = rendered(*many, size=64)
     assert lines[-4:] == ["  ranks 0-31: loss 0", "  ranks 32-61: loss 1", "  rank 62: loss 62", "  rank 63: loss 63"]
     lines = rendered(*(on(first, [rank], value=f"loss {rank}")[0] for rank in range(64)), size=64)
     assert len(lines) <= MAX_LINES
-    assert lines[-1] == "  … and something else on 60 more ranks"
+    assert lines[-1] == "  … and other messages on 60 more ranks"
 
 
 def test_the_first_line_that_differs_is_the_one_shown(errors: dict[str, Failed]) -> None:
@@ -193,7 +193,7 @@ def test_the_first_line_that_differs_is_the_one_shown(errors: dict[str, Failed])
 def test_addresses_do_not_differ(errors: dict[str, Failed]) -> None:
     first = on(errors["loss half"], [0], value="<object at 0x7f0123456789>")
     second = on(errors["loss half"], [1], value="<object at 0x7f9999999999>")
-    assert "differs" not in "\n".join(rendered(*first, *second))
+    assert "differ" not in "\n".join(rendered(*first, *second))
 
 
 def test_different_errors_are_told_apart(errors: dict[str, Failed]) -> None:
@@ -231,7 +231,7 @@ def test_consequences_of_a_death_are_one_line_each(errors: dict[str, Failed]) ->
         "ranks 0,2-3: PeerLost: rank 1 died (a consequence)",
         "rank 4: RuntimeError: Connection closed by peer [::1]:3 (a consequence)",
     ]
-    assert str(RanksFailed(Outcome((*lost, *closed), (died,)), 5)) == "rank 1 was killed by SIGKILL"
+    assert str(RanksFailed(CellOutcome((*lost, *closed), (died,)), 5)) == "rank 1 was killed by SIGKILL"
 
 
 def test_an_error_beside_a_death_is_no_consequence(errors: dict[str, Failed]) -> None:
@@ -261,10 +261,10 @@ def test_an_interrupt_says_where_each_rank_was(errors: dict[str, Failed]) -> Non
 
 
 def test_the_exception_is_one_line_and_travels(errors: dict[str, Failed]) -> None:
-    failed = RanksFailed(Outcome(on(errors["many lines"], range(2))), 2)
+    failed = RanksFailed(CellOutcome(on(errors["many lines"], range(2))), 2)
     assert str(failed) == "ValueError on ranks 0-1 (2 of 2): one"
     assert str(pickle.loads(pickle.dumps(failed))) == str(failed)
-    assert str(RanksFailed(Outcome(), 2)) == "the cell failed"
+    assert str(RanksFailed(CellOutcome(), 2)) == "the cell failed"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.notebook.routing import Router
-from paceline.notebook.session import Session
+from paceline.notebook.session import NotebookSession
 from tests.notebook.notebook import Notebook, gone_within
 
 README = Path(__file__).parents[2] / "README.md"
@@ -58,7 +58,7 @@ def test_without_ranks_a_magic_says_how_to_start_them(notebook: Notebook, cell: 
         ("-n 0", "expected --num-processes of at least 1, got 0"),
         ("-n 2 --gpu-ids 90,91", "there is no GPU 90, 91"),
         ("-n 2 --gpu-ids one", "expected GPUs as numbers with commas"),
-        ("-n 2 --lanes 1", "expected at least a lane for each of the 2 ranks, got --lanes 1"),
+        ("-n 2 --lanes 1", "expected --lanes of at least 2, one for each rank, got 1"),
         ("-n 2 --transport pigeon", "expected --transport auto, shm, torch, got pigeon"),
         ("--no-such-option", "unrecognized arguments"),
     ],
@@ -98,7 +98,7 @@ def test_ranks_are_chosen(notebook: Notebook, spec: str, expected: list[int]) ->
 
 def test_ranks_that_are_not_there(notebook: Notebook) -> None:
     assert "rank 5 does not exist: expected ranks of 0-1, got [5]" in notebook.run("%%rank [5]\n1").all
-    assert "2 ranks are running already" in notebook.run("%dist_init -n 2").all
+    assert "2 ranks are already running" in notebook.run("%dist_init -n 2").all
 
 
 def test_the_kernel_keeps_its_own_names(notebook: Notebook) -> None:
@@ -181,7 +181,7 @@ def test_a_magic_does_not_shift_the_lines_of_an_error(notebook: Notebook) -> Non
 
 
 def test_a_cell_magic_with_nothing_where_something_belongs(notebook: Notebook) -> None:
-    assert "expected ranks behind %%rank" in notebook.run("%%rank\n1").all
+    assert "expected ranks after %%rank" in notebook.run("%%rank\n1").all
     assert not notebook.good("%%rank 0").all.strip()
 
 
@@ -220,7 +220,7 @@ def test_breakpoint_asks(notebook: Notebook) -> None:
 
 def test_sync_needs_no_name_of_the_user(notebook: Notebook) -> None:
     notebook.good("dist = None")
-    assert "all 2 ranks are there" in notebook.good("%sync").stdout
+    assert "all 2 ranks have arrived" in notebook.good("%sync").stdout
     notebook.good("import torch.distributed as dist")
 
 
@@ -231,9 +231,16 @@ def test_stop_ends_a_collective_of_some_ranks_and_the_group_works_after_it(noteb
     notebook.good("kept = rank + 10")
     found = notebook.run("%%rank [0]\nprint('waiting')\ndist.all_reduce(torch.ones(3))", stop_at="waiting")
     assert not found.ok
-    assert "all_reduce in line 3 is for all ranks, but this cell runs on rank 0 alone" in found.all
     assert found.stopped_s < 5
     assert notebook.good("s = torch.ones(1); dist.all_reduce(s); print(s.item(), kept - rank)").said == both("2.0 10")
+
+
+def test_a_collective_that_other_ranks_do_not_enter_is_named_within_seconds(notebook: Notebook) -> None:
+    found = notebook.run("%%rank [0]\n\ndist.barrier()", stop_at="waits in barrier")
+    assert not found.ok
+    assert "rank 0 waits in barrier (line 3) for rank 1, which is idle" in " ".join(found.all.split())
+    assert found.seconds - found.stopped_s < 10
+    assert notebook.good("s = torch.ones(1); dist.all_reduce(s); print(s.item())").said == both("2.0")
 
 
 @pytest.mark.parametrize("transport", ["auto", "torch"])
@@ -270,7 +277,7 @@ def test_a_rank_that_dies_is_named_and_brought_back(notebook: Notebook) -> None:
 def test_a_death_and_a_stop_while_ranks_start(notebook: Notebook) -> None:
     pid = pids(notebook)[0]
     found = notebook.run("%dist_restart 1", when={"starting Python": lambda: os.kill(pid, signal.SIGKILL)})
-    assert "rank 0 went while others started: it was killed by SIGKILL" in found.all and found.seconds < 25
+    assert "rank 0 died while others started: it was killed by SIGKILL" in found.all and found.seconds < 25
     found = notebook.run("%dist_restart all", stop_at="starting Python")
     assert found.error == "KeyboardInterrupt: %dist_restart was stopped"
     notebook.good("%dist_restart all")
@@ -281,7 +288,8 @@ def test_kill_and_reset(notebook: Notebook) -> None:
     notebook.good("%dist_kill 1")
     # Who killed it need not be told. The other one dies while it answers.
     notebook.good(
-        "%%rank 0\nimport os\nfrom paceline.notebook.rank import requests\nrequests.pack = lambda *_: os._exit(7)"
+        "%%rank 0\nimport os\nfrom paceline.notebook.rank import rank_requests\n"
+        "rank_requests.pack = lambda *_: os._exit(7)"
     )
     assert "rank 0 exited with 7" in notebook.run("%dist_pull rank").stderr
     assert "dead" in notebook.good("%dist_status").stdout
@@ -337,7 +345,7 @@ def test_the_cells_of_the_readme(notebook: Notebook) -> None:
 
 
 def test_exit_in_a_terminal_leaves_ipython() -> None:
-    session = Session()
+    session = NotebookSession()
     session.mode_on = True
     for cell in ("exit\n", "quit()\n"):
         assert Router(session, lambda: False, in_terminal=True)([cell]) == [cell]

@@ -13,11 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.notebook.panel.gantt import COLOURS, LETTER, gantt
-from paceline.notebook.panel.panel import BAR, drawn, panel, widget
-from paceline.notebook.panel.verdict import verdict
-from paceline.notebook.rank.timeline import SHOWN_STEPS, collect
-from paceline.observe.timeline import Kind
+from paceline.notebook.output.gantt import COLOURS, LETTER, gantt
+from paceline.notebook.output.panel import BAR, panel, verdict
+from paceline.notebook.rank.rank_requests import SHOWN_STEPS, collect
+from paceline.observe.timeline import SpanKind as Kind
 from tests import conftest
 from tests.pool import Pool
 
@@ -25,12 +24,12 @@ leak_police = conftest.leak_police  # per test: it knows the ranks of the sessio
 
 Told = dict[str, Any]
 SVG = "{http://www.w3.org/2000/svg}"
-LATE_S = 0.02  # in each of two micros
+LATE_S = 0.02  # in each of two microbatches
 STEPS = 10
 
 
 def trains(rank: int, size: int, late: bool, name: str) -> str:
-    """Some steps of two micros, the second reduced. Rank 1 takes its time in forward, if it is to be late."""
+    """Some steps of two microbatches, the second reduced. Rank 1 takes its time in forward, if it is to be late."""
     import torch
     from torch import nn
 
@@ -122,8 +121,8 @@ def test_steps_of_the_ranks_are_at_the_same_time(replicas: dict[int, Told]) -> N
 def test_without_a_replica_nothing_is_told_and_torch_is_not_loaded() -> None:
     code = (
         "import sys\n"
-        "from paceline.notebook.panel.panel import panel\n"
-        "from paceline.notebook.rank.timeline import collect\n"
+        "from paceline.notebook.output.panel import panel\n"
+        "from paceline.notebook.rank.rank_requests import collect\n"
         "assert panel({0: collect(0)}) == {}; sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -269,59 +268,9 @@ def test_two_models_of_a_rank_are_told_apart() -> None:
     told = {rank: {"replicas": [one[rank], two[rank]]} for rank in one}
     text = panel(told)["text/plain"]
     assert text.count("Net: ") == 2 and text.count("rank 1 is late") == 1
-    assert [len(section["rows"]) for section in drawn(told)["sections"]] == [2, 2]
+    assert panel(told)["text/html"].count("<svg") == 2
 
 
 @pytest.mark.parametrize("told", [{}, {0: {}}, {0: {"replicas": []}, 1: {"error": "gone"}}])
 def test_nothing_to_show(told: dict[int, Told]) -> None:
     assert panel(told) == {}
-    assert widget(told) is None
-
-
-# ---- the widget, in a real kernel
-
-CELL = """
-import json, os, sys; from paceline.notebook.panel.panel import show_panel, widget
-told = {int(rank): told for rank, told in json.load(open('told.json')).items()}
-assert widget(told) is None, 'no notebook yet'
-os.environ['JPY_SESSION_NAME'] = 'a.ipynb'
-make_still = show_panel(told)
-make_still()
-assert 'torch' not in sys.modules
-"""
-# In a process of its own: jupyter_client keeps an event loop.
-CLIENT = """
-import json, sys
-from jupyter_client.manager import KernelManager
-kernel = KernelManager(transport="ipc")
-kernel.start_kernel()
-talk = kernel.blocking_client()
-heard = []
-try:
-    talk.start_channels()
-    talk.wait_for_ready(timeout=30)
-    reply = talk.execute_interactive(sys.argv[1], timeout=30, output_hook=heard.append)
-finally:
-    talk.stop_channels()
-    kernel.shutdown_kernel(now=True)
-print(json.dumps([[one["msg_type"], one["content"]] for one in [*heard, reply]], default=str))
-"""
-
-
-def test_the_widget_of_a_notebook(late: dict[int, Told], tmp_path: Path) -> None:
-    pytest.importorskip("anywidget")
-    pytest.importorskip("ipykernel")
-    (tmp_path / "told.json").write_text(json.dumps(late))
-    environ = {name: value for name, value in os.environ.items() if name not in ("JPY_SESSION_NAME", "VSCODE_PID")}
-    command = [sys.executable, "-c", CLIENT, CELL]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    heard: list[tuple[str, Told]] = json.loads(done.stdout.splitlines()[-1])
-    assert heard[-1][1]["status"] == "ok", heard[-1]
-    (told,) = [c["data"]["state"]["told"] for kind, c in heard if kind == "comm_open" and "told" in c["data"]["state"]]
-    assert [row["rank"] for row in told["sections"][0]["rows"]] == [0, 1]
-    (shown,) = [content["data"] for kind, content in heard if kind == "display_data"]
-    assert shown.keys() == {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
-    assert "rank 1 is late" in shown["text/plain"]
-    (still,) = [content["data"] for kind, content in heard if kind == "update_display_data"]
-    assert still == {kind: shown[kind] for kind in ("text/html", "text/plain")}

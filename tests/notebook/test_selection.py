@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.notebook.cell.selection import parse_ranks
+from paceline.notebook.rank_selection import parse_ranks
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_spellings(text: str, ranks: tuple[int, ...]) -> None:
     [
         ("[5]", 2, "rank 5 does not exist: expected ranks of 0-1, got [5]"),
         ("1", 1, "rank 1 does not exist: expected rank 0, got 1"),
-        ("[0,2,3]", 2, "ranks 2, 3 do not exist: expected ranks of 0-1, got [0,2,3]"),
-        ("0:99999999999999", 2, "ranks 2-99999999999998 do not exist: expected ranks of 0-1, got 0:99999999999999"),
+        ("[0,2,3]", 2, "rank 3 does not exist: expected ranks of 0-1, got [0,2,3]"),
+        ("0:99999999999999", 2, "rank 99999999999998 does not exist: expected ranks of 0-1, got 0:99999999999999"),
         ("!7", 2, "rank 7 does not exist: expected ranks of 0-1, got !7"),
-        ("0:9:4", 4, "ranks 4, 8 do not exist: expected ranks of 0-3, got 0:9:4"),
-        ("0:10:3", 5, "ranks 6, 9 do not exist: expected ranks of 0-4, got 0:10:3"),
+        ("0:9:4", 4, "rank 8 does not exist: expected ranks of 0-3, got 0:9:4"),
+        ("0:10:3", 5, "rank 9 does not exist: expected ranks of 0-4, got 0:10:3"),
         ("!all", 2, "!all selects no rank: expected ranks of 0-1"),
         ("!0", 1, "!0 selects no rank: expected rank 0"),
         ("[2-1]", 4, "[2-1] selects no rank: expected ranks of 0-3"),

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from paceline.notebook.fleet.kernel import RankFacts, RankState
-from paceline.notebook.page.status import tree
+from paceline.notebook.output.status import tree
+from paceline.notebook.rank_kernels.connection import RankFacts, RankState
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -48,11 +48,11 @@ def test_a_rank_on_a_gpu() -> None:
     ]
 
 
-def test_dead_silent_and_booting_ranks() -> None:
+def test_dead_silent_and_starting_ranks() -> None:
     ranks = [
         facts(0, RankState.DEAD, died="was killed by SIGKILL"),
         facts(1, RankState.BUSY),
-        facts(2, RankState.BOOTING, torch="", python=""),
+        facts(2, RankState.STARTING, torch="", python=""),
         facts(3, RankState.BUSY),
     ]
     failed = {"status": "error", "ename": "RuntimeError", "evalue": "CUDA error"}
@@ -61,7 +61,7 @@ def test_dead_silent_and_booting_ranks() -> None:
     assert "Rank 0: ✗ PID 100" in text
     assert "State: dead: was killed by SIGKILL; %dist_restart 0 brings it back" in text
     assert "Rank 1: ● PID 101\n  ├─ Device: CPU\n  └─ State: busy, does not answer" in text
-    assert "Rank 2: … PID 102\n  ├─ Device: CPU\n  └─ State: booting" in text
+    assert "Rank 2: … PID 102\n  ├─ Device: CPU\n  └─ State: starting" in text
     assert "State: busy, asking it failed: RuntimeError: CUDA error" in text
 
 

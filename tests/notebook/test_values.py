@@ -34,9 +34,9 @@ def bits(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return type(value), value.dtype, value.shape, value.tobytes()
     if isinstance(value, float):
-        return type(value), struct.pack(">d", value)
+        return type(value), struct.pack(">d", math.nan if math.isnan(value) else value)  # NaN is NaN
     if isinstance(value, complex):
-        return complex, struct.pack(">dd", value.real, value.imag)
+        return complex, bits(value.real), bits(value.imag)
     if isinstance(value, dict):
         return type(value), [(bits(key), bits(item)) for key, item in value.items()]
     if isinstance(value, set | frozenset):
@@ -191,19 +191,19 @@ Point = namedtuple("Point", "x y")
     ("value", "place", "got"),
     [
         (object(), "x", "a builtins.object"),
-        ([1, {"a": (2, print)}], "x[1]['a'][1]", "a builtins.builtin_function_or_method"),
-        ({"net": nn.Linear(1, 1)}, "x['net']", "a torch.nn.modules.linear.Linear"),
-        ({(1, 2): range(3)}, "x[(1, 2)]", "a builtins.range"),
-        ({range(3): 1}, "a key of x", "a builtins.range"),
-        ({Path()}, "an element of x", "a pathlib.PosixPath"),
+        ([1, {"a": (2, print)}], "x.1.a.1", "a builtins.builtin_function_or_method"),
+        ({"net": nn.Linear(1, 1)}, "x.net", "a torch.nn.modules.linear.Linear"),
+        ({(1, 2): range(3)}, "x.(1, 2)", "a builtins.range"),
+        ({range(3): 1}, "x.key", "a builtins.range"),
+        ({Path()}, "x.0", "a pathlib.PosixPath"),
         (Point(1, 2), "x", "Point"),
         (defaultdict(list), "x", "a collections.defaultdict"),
         (np.array([object()]), "x", "a numpy value of dtype object"),
         (np.ma.masked_array([1, 2], [True, False]), "x", "MaskedArray"),
         (torch.eye(2).to_sparse(), "x", "a Tensor of layout torch.sparse_coo on cpu, not dense"),
-        ([torch.empty(2, device="meta")], "x[0]", "a Tensor of layout torch.strided on meta, not dense"),
-        (looped(), "x[1]['me']", "something that holds itself"),
-        (deep(), "x" + "[0]" * 64, "more than 64 values inside one another"),
+        ([torch.empty(2, device="meta")], "x.0", "a Tensor of layout torch.strided on meta, not dense"),
+        (looped(), "x.1.me", "something that contains itself"),
+        (deep(), "x" + ".0" * 64, "more than 64 values inside one another"),
     ],
 )
 def test_what_cannot_travel_is_named(value: Any, place: str, got: str) -> None:
@@ -224,12 +224,12 @@ TENSOR = {"$": "tensor", "dtype": "float32", "shape": [2], "buffer": 0}
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({}, "no packed value: KeyError"),
+        ({}, "not a packed value: KeyError"),
         ({"value": {"$": "pickle", "value": "x"}}, "unknown kind 'pickle'"),
         ({"value": {"$": "pickle", "buffer": 0}}, "unknown kind 'pickle'"),
-        ({"value": {"$": "str", "buffer": 3}}, "no packed value: IndexError"),
-        ({"value": {"$": "dict", "items": 3}}, "no packed value: TypeError"),
-        ({"value": {"$": "float", "value": "00"}}, "no packed value: error"),
+        ({"value": {"$": "array", "buffer": 3}}, "not a packed value: IndexError"),
+        ({"value": {"$": "dict", "items": 3}}, "not a packed value: TypeError"),
+        ({"value": {"$": "float", "value": "x"}}, "could not convert string to float"),
         ({"value": TENSOR | {"dtype": "load"}}, "no dtype 'load'"),
         ({"value": TENSOR | {"shape": [3]}}, r"8 bytes cannot be a tensor of float32 and shape \(3,\)"),
         ({"value": {"$": "array", "buffer": 0}}, "magic string"),
@@ -244,10 +244,10 @@ def test_plain_values_do_not_load_torch_or_numpy() -> None:
     code = (
         "import sys, json\n"
         "from paceline.notebook import values\n"
-        "from paceline.notebook.cell import collectives, parts, selection\n"
+        "from paceline.notebook import cell_parts, rank_selection\n"
         "content, buffers = values.pack({'a': [1, 2.5, 'x', b'y', (None, {3})]}, 'x')\n"
         "assert values.unpack(content, buffers) == {'a': [1, 2.5, 'x', b'y', (None, {3})]}\n"
-        "parts.split('x = 1'); collectives.collectives_in('x = 1'); selection.parse_ranks('0', 2)\n"
+        "cell_parts.split('x = 1'); rank_selection.parse_ranks('0', 2)\n"
         "print(json.dumps([name for name in ('torch', 'numpy') if name in sys.modules]))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,37 +7,38 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from paceline.bench.allreduce import run_allreduce
-from paceline.bench.commands import COMMANDS, exit_code
-from paceline.bench.conductor import Conductor
-from paceline.bench.crew import Order
-from paceline.bench.hooks import run_hooks
-from paceline.bench.machinery import run_machinery
-from paceline.bench.report import StepReport
-from paceline.bench.spec import AllReduceSpec, HooksSpec, MachinerySpec, StepSpec
-from paceline.bench.steps import run_steps
-from paceline.bench.tables import render, step_tables
-from paceline.bench.wire import Line
+from benchmarks.hooks_cost import HooksSpec, run_hooks
+from paceline.bench.allreduce import AllReduceSpec, run_allreduce
+from paceline.bench.command import exit_code
+from paceline.bench.commands import COMMANDS
+from paceline.bench.conductor import Conductor, no_log
+from paceline.bench.machinery import MachinerySpec, run_machinery
+from paceline.bench.processes import Order
+from paceline.bench.spec import StepSpec
+from paceline.bench.step_comparison import StepComparison, run_steps
+from paceline.bench.step_report import step_tables
+from paceline.bench.tables import render
 
 pytestmark = pytest.mark.timeout(120)  # a dozen processes import torch
-BROKEN = "dataparallel:no_such_argument=1"
+BROKEN = "fsdp2:no_such_argument=1"
+PEERS = f"{Path(__file__).parents[2]}/benchmarks/peers"
+TENSORFLOW, FUSION = f"{PEERS}/tensorflow_mirrored.py:tensorflow", f"{PEERS}/horovod_fusion.py:fusion"
 ELSEWHERE = f"paceline@{Path(__file__).parents[2]}"
 
 
 @pytest.fixture(scope="module")
-def report() -> StepReport:
-    contenders = ("floor", "paceline", "torch", BROKEN, "tensorflow", ELSEWHERE)
-    spec = StepSpec(
-        model="gpt-tiny", steps=4, burst=2, warmup=1, accumulate=2, contenders=contenders, lanes=True, timeout=80.0
-    )
+def report() -> StepComparison:
+    contenders = ("floor", "paceline", "torch", BROKEN, TENSORFLOW, FUSION, ELSEWHERE, "lanes")
+    spec = StepSpec(model="gpt-tiny", steps=4, burst=2, warmup=1, accumulate=2, contenders=contenders, timeout=80.0)
     return run_steps(spec)
 
 
-def test_every_contender_runs_and_agrees(report: StepReport) -> None:
+def test_every_contender_runs_and_agrees(report: StepComparison) -> None:
     for label in ("floor", "paceline", "torch", "lanes"):
         found = report.result(label)
         assert found is not None, (label, [(r.label, r.state, r.message, r.log) for r in report.contenders])
@@ -57,14 +58,21 @@ def test_every_contender_runs_and_agrees(report: StepReport) -> None:
     assert floor.replicas_equal is False, "nobody told its ranks to be equal"
 
 
-def test_another_checkout_is_a_contender(report: StepReport) -> None:
+def test_another_checkout_is_a_contender(report: StepComparison) -> None:
     found = report.result(ELSEWHERE)
     assert found is not None, [(r.label, r.message, r.log) for r in report.contenders]
     assert found.agrees is True and found.loss_difference == 0.0 and found.replicas_equal is True
     assert ELSEWHERE in report.circumstances.versions
 
 
-def test_a_contender_that_fails_is_told_and_stops_nobody(report: StepReport) -> None:
+def test_a_contender_may_come_from_a_file(report: StepComparison) -> None:
+    found = report.result(FUSION)
+    assert found is not None, [(r.label, r.message, r.log) for r in report.contenders]
+    assert found.agrees is True and found.replicas_equal is True
+    assert "\nfusion  " in render(step_tables(report)[0])
+
+
+def test_a_contender_that_fails_is_told_and_stops_nobody(report: StepComparison) -> None:
     broken = next(found for found in report.contenders if found.label == BROKEN)
     assert broken.state == "failed"
     assert "TypeError" in broken.message and "no_such_argument" in broken.message
@@ -73,14 +81,14 @@ def test_a_contender_that_fails_is_told_and_stops_nobody(report: StepReport) -> 
     assert exit_code(report) == 1
 
 
-def test_a_missing_peer_is_named(report: StepReport) -> None:
-    missing = next(found for found in report.contenders if found.label == "tensorflow")
+def test_a_missing_peer_is_named(report: StepComparison) -> None:
+    missing = next(found for found in report.contenders if found.label == TENSORFLOW)
     if missing.state != "not installed":
         pytest.skip("tensorflow is installed here")
     assert "tensorflow: not installed: tensorflow: pip install 'paceline[peers]'" in render(step_tables(report)[0])
 
 
-def test_the_report_is_json(report: StepReport) -> None:
+def test_the_report_is_json(report: StepComparison) -> None:
     data = json.loads(json.dumps(asdict(report)))
     assert data["contenders"][0]["label"] == "floor"
     assert data["spec"]["model"] == "gpt-tiny"
@@ -95,7 +103,7 @@ def test_all_reduce_is_measured_and_checked() -> None:
         (label, nbytes) for label in ("paceline", "gloo") for nbytes in (4096, 65536)
     }
     ours = next(row for row in found.rows if row.label == "paceline")
-    assert ours.speedup["gloo"] > 0 and ours.bytes_per_s > 0
+    assert ours.median_s > 0
     assert found.transport
 
 
@@ -127,10 +135,10 @@ def test_one_rank_takes_the_path_of_several() -> None:
     code = """
 import torch, torch.distributed as dist
 import paceline
-from paceline.bench.contenders.several import several_of_one
+from paceline.bench.contenders.ours import _counting_as_several
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-transport = several_of_one()
+transport = _counting_as_several()
 reduced = []
 def all_reduce(flat, *rest, start=transport.all_reduce):
     reduced.append(flat.numel())
@@ -146,43 +154,44 @@ dist.destroy_process_group()
 
 
 def test_one_rank_that_fails_takes_its_contender_out_of_the_run() -> None:
-    orders = [Order(label, "unheard of", {}, 2, 1, "cpu") for label in ("one", "two")]
+    orders = [Order(label, "unheard.of:Task", label, None, 2, 1, "cpu") for label in ("one", "two")]
     said: list[str] = []
-    with Conductor(orders, timeout_s=30.0, say=said.append) as conductor:
+    with Conductor(orders, timeout_s=30.0, log=said.append) as conductor:
         assert conductor.labels == []
-        assert conductor.ask("one", {"do": "run"}) is None
+        assert conductor.ask("one", "run", {}) is None
         assert list(conductor.in_turns(3)) == []
         assert conductor.failures.keys() == {"one", "two"}
         for failure in conductor.failures.values():
-            assert "no such task: unheard of" in failure.message
+            assert "No module named 'unheard'" in str(failure)
             assert len(failure.log.splitlines()) <= 5
     assert any("one failed: rank" in line for line in said)
 
 
 def test_a_missing_launcher_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("paceline.bench.crew.sys.executable", str(tmp_path / "python"))
-    order = Order("mpi4py", "torch", {}, 2, 1, "cpu", launcher="mpiexec")
-    with Conductor([order], timeout_s=5.0, say=lambda _: None) as conductor:
-        assert conductor.failures["mpi4py"].message == "mpiexec was not found; pip install mpich"
+    monkeypatch.setattr("paceline.bench.processes.sys.executable", str(tmp_path / "python"))
+    order = Order("mpi4py", "step", "mpi4py", None, 2, 1, "cpu", mpiexec=True)
+    with Conductor([order], timeout_s=5.0, log=no_log) as conductor:
+        assert str(conductor.failures["mpi4py"]) == "mpiexec was not found; pip install mpich"
 
 
 def test_a_worker_ends_when_its_conductor_hangs_up(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "conductor"))
         listener.listen()
-        command = [sys.executable, "-m", "paceline.bench.worker", str(tmp_path / "conductor"), "0:floor", "0"]
+        command = [sys.executable, "-m", "paceline.bench.worker", str(tmp_path / "conductor"), "floor", "0"]
         with subprocess.Popen(command) as worker:
-            connection, _ = listener.accept()
-            assert Line(connection).receive(20.0) == {"hello": "0:floor", "rank": 0, "pid": worker.pid}
+            connection = Connection(listener.accept()[0].detach())
+            assert connection.recv() == ("floor", 0)
             connection.close()
             assert worker.wait(10.0) == 1
 
 
 def test_a_busy_worker_ends_too(tmp_path: Path) -> None:
     code = (
-        "import socket, sys, time; from paceline.bench.wire import exit_when_closed\n"
-        "connection = socket.socket(fileno=int(sys.argv[1])); exit_when_closed(connection); connection.send(b'x')\n"
+        "import socket, sys, time; from paceline.bench.worker import exit_when_closed\n"
+        "connection = socket.socket(fileno=int(sys.argv[1])); exit_when_closed(connection.fileno())\n"
+        "connection.send(b'x')\n"
         "while True: time.sleep(60)"
     )
     ours, theirs = socket.socketpair()
@@ -212,5 +221,5 @@ def test_ctrl_c_ends_everything_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_default_is_the_step_comparison() -> None:
-    assert COMMANDS[0].name == "step"
-    assert COMMANDS[0].spec().contenders == ("floor", "paceline", "torch")
+    assert next(iter(COMMANDS)) == "step"
+    assert COMMANDS["step"].spec().contenders == ("floor", "paceline", "torch")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.collectives.torch_dist import store_of
+from paceline.collectives.torch_store import store_of
 from paceline.errors import CollectiveMismatch, PeerLost, UsageError
 from tests.pool import Outcome, Pool
 

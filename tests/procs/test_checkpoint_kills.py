@@ -15,15 +15,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.checkpoint import Checkpointer, NotSaved, generations, manifest
+from paceline.checkpoint import Checkpointer, NotSaved, manifest, snapshots
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.write import write_generation
+from paceline.checkpoint.open_snapshot import OpenSnapshot
+from paceline.checkpoint.writer import write_snapshot
 from paceline.stored.directory import LOCK
 
 OLDER, OLD, NEW = 5, 10, 20
@@ -103,7 +105,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with two generations that were saved well."""
+    """A directory with two snapshots that were saved well."""
     directory = tmp_path_factory.mktemp("template")
     checkpointer = Checkpointer(directory, asynchronous=False)
     for step in (OLDER, OLD):
@@ -133,7 +135,7 @@ def newest(directory: Path) -> int:
     loaded = Checkpointer(directory).load()
     assert loaded.more["note"] == {"step": loaded.step}
     assert torch.equal(loaded.more["weight"], torch.full((30_000,), float(loaded.step)))
-    assert loaded.skipped == (), "no half of a generation is ever seen"
+    assert loaded.skipped == (), "no half of a snapshot is ever seen"
     return loaded.step
 
 
@@ -142,23 +144,26 @@ def check_goes_on(directory: Path) -> None:
     checkpointer = Checkpointer(directory, asynchronous=False)
     assert checkpointer.save(NEW + 10, **state(NEW + 10)).problem is None
     assert newest(directory) == NEW + 10
-    assert all(generations.NAME.match(name) for name in names(directory))
+    assert all(snapshots.NAME.match(name) for name in names(directory))
 
 
-# Tool-free: killed before each stage.
+# Tool-free: killed before each call that makes, syncs or renames something.
 
 
 def save_until(directory: str, stop: int) -> None:
-    stages = 0
+    calls = 0
 
-    def reached(stage: str) -> None:
-        nonlocal stages
-        if stages == stop:
+    def kill_before(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if calls == stop:
             os.kill(os.getpid(), signal.SIGKILL)
-        stages += 1
+        calls += 1
+        return call(*args, **kwargs)
 
+    for name in ("mkdir", "fsync", "rename"):
+        setattr(os, name, partial(kill_before, getattr(os, name)))
     fields = Manifest(NEW, 3, 1, 1, {}, {}, manifest.versions())
-    write_generation(Path(directory), fields, {"a": [b"x" * 5000], "b": [b"y"]}, reached=reached)
+    write_snapshot(Path(directory), fields, {"a": [b"x" * 5000], "b": [b"y"]})
 
 
 def test_killed_at_every_stage_of_a_save(nursery: Nursery, fresh: Callable[[], Path]) -> None:
@@ -167,15 +172,15 @@ def test_killed_at_every_stage_of_a_save(nursery: Nursery, fresh: Callable[[], P
         directory = fresh()
         if nursery.run(save_until, str(directory), stop) == 0:
             break
-        whole, broken = generations.survey(directory)
-        for generation in whole:
-            generations.verify(generation)
+        whole, broken = snapshots.survey(directory)
+        for snapshot in whole:
+            OpenSnapshot(snapshot).verify()
         assert not broken
-        assert {OLDER, OLD} <= {generation.step for generation in whole}
+        assert {OLDER, OLD} <= {snapshot.step for snapshot in whole}
         found.append(whole[0].step)
-        generations.remove_abandoned(directory)
-        assert all(generations.NAME.match(name) for name in names(directory))
-    assert found == [OLD] * 9 + [NEW] * 2, "the name is given in one move"
+        snapshots.remove_abandoned(directory)
+        assert all(snapshots.NAME.match(name) for name in names(directory))
+    assert found == [OLD] * 6 + [NEW], "mkdir, four fsyncs, rename, and the fsync of the parent"
 
 
 # With strace: killed at each system call.
@@ -258,7 +263,7 @@ def test_an_error_of_any_call_is_told_and_leaves_nothing(
         directory = fresh()
         with traced(nursery, directory, "-o", "/dev/null", "-e", f"inject={call}:error={error}:when={number}"):
             code = nursery.exit_code()
-        assert all(generations.NAME.match(name) for name in names(directory))
+        assert all(snapshots.NAME.match(name) for name in names(directory))
         if (call, number) == ("rename", 2):  # of the one that is removed: the save itself was good
             assert (code, newest(directory)) == (0, NEW)
         elif (call, number) == ("fsync", 6):  # of the parent: whole, but nobody may say that it is on disk
@@ -345,7 +350,7 @@ def killed_while_writing(directory: str) -> None:
 @pytest.mark.parametrize(
     ("task", "code"), [(exit_while_writing, 0), (raise_while_writing, 1), (killed_while_writing, -signal.SIGTERM)]
 )
-def test_an_end_while_writing_leaves_a_whole_generation_or_none(
+def test_an_end_while_writing_leaves_a_whole_snapshot_or_none(
     nursery: Nursery, fresh: Callable[[], Path], task: Callable[..., Any], code: int
 ) -> None:
     directory = fresh()

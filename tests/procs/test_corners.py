@@ -54,11 +54,11 @@ def assert_grads(model: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(got.grad, wanted.grad)
 
 
-def weighted_reference(*micros: tuple[int, tuple[float, float]]) -> nn.Module:
-    """Gradients of a step of weighted micros: (step of the data, weight on each rank)."""
+def weighted_reference(*microbatches: tuple[int, tuple[float, float]]) -> nn.Module:
+    """Gradients of a step of weighted microbatches: (step of the data, weight on each rank)."""
     whole = net()
-    total = sum(sum(weights) for _, weights in micros)
-    for step, weights in micros:
+    total = sum(sum(weights) for _, weights in microbatches)
+    for step, weights in microbatches:
         for rank, weight in enumerate(weights):
             (loss(whole, part(step, rank)) * weight / total).backward()
     return whole

@@ -1,4 +1,4 @@
-"""Loaders of several ranks: the classic mistakes are named, and a ledger of all of them says exactly once."""
+"""Loaders of several ranks: the classic mistakes are named, and a sample log of all of them says exactly once."""
 
 import warnings
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives.checked import barrier
-from paceline.data import Cursor, DataDiffers, Loader, check_first_batch, read_ledger
+from paceline.data import Cursor, DataDiffers, Loader, check_first_batch, read_sample_log
 from tests.pool import Pool
 from tests.unit.test_data_stream import Count
 from tests.unit.test_sampler import Numbers
@@ -20,7 +20,7 @@ def flat(batches: Any) -> list[int]:
 
 
 def train(rank: int, size: int, folder: str, state: dict[str, Any] | None, steps: int) -> tuple[list[int], Any]:
-    loader: Loader[torch.Tensor] = Loader(Numbers(50), 3, drop_last=False, ledger=folder)
+    loader: Loader[torch.Tensor] = Loader(Numbers(50), 3, drop_last=False, sample_log=folder)
     if state:
         loader.load_state_dict(state)
     seen: list[int] = []
@@ -41,7 +41,7 @@ def test_an_epoch_on_two_ranks_goes_on_on_three(procs: Pool, tmp_path: Path) -> 
     seen = [index for part, _ in [*first, *second] for index in part]
     assert sorted(seen) == list(range(50))
     assert [state for _, state in first] == [first[0][1]] * 2
-    reading = read_ledger(tmp_path)
+    reading = read_sample_log(tmp_path)
     assert [(session.cursor, session.world_size) for session in reading.sessions] == [
         (Cursor(0, 0, 0), 2),
         (Cursor(0, 0, 24), 2),

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.strategies.cast import Wide, Wire
 from paceline.strategies.fixed_order import FixedOrder
 from paceline.strategies.power_sgd import PowerSGD
-from paceline.strategies.reduction import Wire
 from paceline.strategies.top_k import TopK
-from paceline.strategies.wide import Wide
 from tests.models import DDP, assert_same_bits, draw, mlp, packed, seeded, unpacked, values
 from tests.pool import Pool
 

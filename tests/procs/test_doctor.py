@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def doctor(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "paceline.cli.doctor", *arguments]
+    command = [sys.executable, "-m", "paceline.cli", "doctor", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=55, check=False, env={**os.environ, **environment}
     )

@@ -100,7 +100,7 @@ def do_not_come(rank: int, size: int) -> tuple[str, tuple[int, ...]]:
 def test_a_rank_that_does_not_come_is_missed_at_the_timeout(procs: Pool) -> None:
     message, ranks = procs(2).run(do_not_come)[0]
     assert ranks == (1,)
-    assert "in bucket 0 of backward 2 for rank 1, more than timeout=1.5 s" in message
+    assert "in bucket 0 of backward 2 for rank 1, which exceeds timeout=1.5 s" in message
 
 
 # ----------------------------------------------------------------------------------------------- a failed backward
@@ -258,4 +258,4 @@ def verify(rank: int, size: int) -> str:
 def test_unequal_seeds_are_found_on_every_rank(procs: Pool) -> None:
     messages = procs(3).run(verify)
     assert len(set(messages)) == 1
-    assert "ranks 1, 2 differ from rank 0: the first parameter that differs is 0.weight" in messages[0]
+    assert "all 3 ranks differ in 0.weight. The first difference is element [0, 0]" in messages[0]

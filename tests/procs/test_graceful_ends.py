@@ -17,7 +17,7 @@ IN_A_STORE = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from paceline.collectives.peers import StoreCall
+from paceline.collectives.store_call import StoreCall
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

@@ -76,7 +76,7 @@ print("finished")
 def run(folder: Path, script: str, *flags: str) -> "subprocess.CompletedProcess[str]":
     path = folder / "script.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "paceline.cli.run", "-n", "2", "--log-dir", str(folder / "runs"), *flags]
+    command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", "--log-dir", str(folder / "runs"), *flags]
     return subprocess.run(
         [*command, str(path), str(folder / "checkpoints")],
         capture_output=True,
@@ -97,7 +97,7 @@ def test_a_plain_loop_that_hangs_is_ended_and_the_rank_at_fault_is_named(tmp_pat
     for line, (words, where) in zip(
         told,
         (
-            ("rank 1 spins without getting on: no progress for", "s in forward (limit 2 s)"),
+            ("rank 1 is busy but making no progress: no progress for", "s in forward (limit 2 s)"),
             ("rank 0 froze: no progress for", "s between steps (limit 4 s)"),
             ("rank 1 froze: stopped for", "(process state T)"),
         ),
@@ -105,4 +105,4 @@ def test_a_plain_loop_that_hangs_is_ended_and_the_rank_at_fault_is_named(tmp_pat
     ):
         assert line.startswith(words) and where in line and "at step 3" in line, line
     assert "finished" in done.stdout
-    assert "paceline run: rank 1 was ended by SIGSEGV while it exited, after its work was done\n" in done.stderr
+    assert "paceline run: rank 1 was killed by SIGSEGV during exit, after its work was done\n" in done.stderr

@@ -3,6 +3,7 @@
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     def start(script: str, *flags: str, arguments: tuple[str, ...] = (), **environment: str) -> Launcher:
         path = tmp_path / "script.py"
         path.write_text("import os, signal, sys, time\nfrom pathlib import Path\n" + textwrap.dedent(script))
-        command = [sys.executable, "-m", "paceline.cli.run", "--log-dir", str(tmp_path / "runs"), *flags, str(path)]
+        command = [sys.executable, "-m", "paceline.cli", "run", "--log-dir", str(tmp_path / "runs"), *flags, str(path)]
         process = subprocess.Popen(
             [*command, *arguments],
             stdout=subprocess.PIPE,
@@ -107,7 +108,7 @@ def test_environment_and_arguments(launch: Callable[..., Launcher]) -> None:
         print(os.environ["RANK"], *(os.environ[name] for name in names.split()))
         rest = "MASTER_ADDR TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID OMP_NUM_THREADS "
         print("all", *(os.environ[name] for name in (rest + "GLOO_SOCKET_IFNAME CUDA_VISIBLE_DEVICES").split()))
-        print(sys.argv[1:], int(os.environ["MASTER_PORT"]) > 0, "PACELINE_JOB_SECRET" in os.environ)
+        print(sys.argv[1:], int(os.environ["MASTER_PORT"]) > 0)
     """
     launcher = launch(
         script,
@@ -119,7 +120,6 @@ def test_environment_and_arguments(launch: Callable[..., Launcher]) -> None:
         "--max_restarts",
         "2",
         arguments=("--nproc-per-node", "9", "--", "-x"),
-        PACELINE_JOB_SECRET="do not show",
         OMP_NUM_THREADS="",
     )
     code, out, err = launcher.end()
@@ -127,13 +127,13 @@ def test_environment_and_arguments(launch: Callable[..., Launcher]) -> None:
     assert "[0] 0 0 0 2 2 0 0 0 2\n" in out
     assert "[1] 1 1 1 2 2 0 0 1 2\n" in out
     assert says(out, "all 127.0.0.1 0 2 job  lo 3,1")
-    assert says(out, "['--nproc-per-node', '9', '--', '-x'] True False")
+    assert says(out, "['--nproc-per-node', '9', '--', '-x'] True")
     assert sorted(path.name for path in (launcher.folder / "runs" / "job").iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
 def test_modules_programs_and_input(launch: Callable[..., Launcher], tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text("import sys; print('module', sys.argv[1:], input())")
-    command = [sys.executable, "-m", "paceline.cli.run", "--log-dir", str(tmp_path / "runs"), "-n", "1"]
+    command = [sys.executable, "-m", "paceline.cli", "run", "--log-dir", str(tmp_path / "runs"), "-n", "1"]
     done = subprocess.run(
         [*command, "-m", "tool", "-n", "5"], input="typed\n", capture_output=True, text=True, cwd=tmp_path, timeout=20
     )
@@ -192,7 +192,7 @@ def test_the_cause_is_shown_and_not_those_who_fell_with_it(launch: Callable[...,
     code, _, err = launch(script, "-n", "3").end()
     assert code == 1
     assert err.startswith("paceline run: rank 1 raised KeyError: 'the real one'\n")
-    assert "afterwards ranks 0,2: PeerLost" in err
+    assert "afterwards ranks 0,2 raised PeerLost" in err
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_the_cause_is_shown_and_not_those_who_fell_with_it(launch: Callable[...,
     [
         ("sys.exit(7)", 7, "rank 1 exited with code 7"),
         ("sys.exit('all is lost')", 1, "all is lost"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was ended by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "rank 1 was killed by SIGSEGV"),
     ],
 )
 def test_exit_codes(launch: Callable[..., Launcher], deed: str, code: int, words: str) -> None:
@@ -245,32 +245,29 @@ def test_a_caught_traceback_is_shown_and_is_no_cause(launch: Callable[..., Launc
         (["-n", "two", "script.py"], "--nproc-per-node two: expected a whole number of at least 1, or auto, gpu, cpu"),
         (["-n", "0", "script.py"], "--nproc-per-node 0: expected"),
         (["-n", "3", "--gpu-ids", "0,1", "script.py"], "3 ranks need 3 GPUs, got 2"),
-        (["--gpu-ids", "0,x", "script.py"], "--gpu-ids '0,x': expected numbers"),
-        (["--nnodes", "1:4", "script.py"], "--nnodes 1:4: the number of machines is fixed"),
-        (["--nnodes", "2", "script.py"], "--nnodes 2 needs --node-rank"),
-        (["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "script.py"], "need a secret"),
-        (["--nnodes", "2", "--node-rank", "0", "script.py"], "need --master-addr, an address of machine 0"),
-        (["--nnodes", "2", "--node-rank", "2", "script.py"], "node_rank must be below"),
+        (["--gpu-ids", "0,x", "script.py"], "--gpu-ids '0,x': expected comma-separated numbers"),
+        (["--nnodes", "2", "script.py"], "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"),
+        (["--nnodes", "some", "script.py"], "--nnodes some: expected a whole number of at least 1"),
+        (["--node-rank", "1", "script.py"], "--node-rank 1: expected 0"),
+        (["--nnodes", "1", "--rdzv-endpoint", "a:b", "script.py"], "--rdzv-endpoint a:b: expected HOST:PORT"),
         (["--master-port", "99999", "script.py"], "master_port must be at most 65535"),
         (["--hang-timeout", "soon", "script.py"], "--hang-timeout soon: expected a number of seconds"),
         (
             ["-n", "2", "--local-ranks-filter", "0,2", "script.py"],
-            "--local-ranks-filter 0,2: there is no rank 2 on this",
+            "--local-ranks-filter 0,2: there is no rank 2; expected ranks among 0 to 1",
         ),
         (["--no-python", "no-such-program"], "the program 'no-such-program' was not found"),
         (["--frobnicate", "script.py"], "--frobnicate"),
-        (["-n", "2"], "there is no script"),
+        (["-n", "2"], "no script was given"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, flags: list[str], words: str) -> None:
     (tmp_path / "script.py").write_text("print('must not run')")
-    environment = {name: value for name, value in os.environ.items() if name != "PACELINE_JOB_SECRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "paceline.cli.run", *flags],
+        [sys.executable, "-m", "paceline.cli", "run", *flags],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment,
         timeout=20,
     )
     assert done.returncode == 2
@@ -295,7 +292,7 @@ def test_logs_that_cannot_be_written_are_one_line(launch: Callable[..., Launcher
     code, out, err = launch("print('ran')", "-n", "2").end()
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
-    assert "cannot be written: Not a directory" in err
+    assert "cannot be written: Not a directory; choose another folder, for instance with --log-dir" in err
 
 
 def test_a_full_disk_does_not_end_the_run(launch: Callable[..., Launcher], tmp_path: Path) -> None:
@@ -305,11 +302,67 @@ def test_a_full_disk_does_not_end_the_run(launch: Callable[..., Launcher], tmp_p
     code, out, err = launch("print('first', flush=True)\nprint('second')", "-n", "2", "--rdzv-id", "job").end()
     assert code == 0
     assert says(out, "second")
-    assert "rank_0.log is not written any more: No space left on device" in err
+    assert "rank_0.log is no longer written: No space left on device" in err
     assert (folder / "rank_1.log").read_text() == "first\nsecond\n"
 
 
-def test_a_killed_keeper_takes_the_ranks_along_and_they_start_again(launch: Callable[..., Launcher]) -> None:
+@pytest.mark.parametrize(("number", "other"), [(1, 2), (2, 1)])
+def test_a_closed_stream_does_not_end_the_run(tmp_path: Path, number: int, other: int) -> None:
+    (tmp_path / "script.py").write_text("import sys; print('out'); print('err', file=sys.stderr)")
+    words = f"{shlex.quote(sys.executable)} -m paceline.cli run -n 2 script.py {number}>&-"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert says({1: done.stdout, 2: done.stderr}[other], {1: "out", 2: "err"}[other])
+    (log,) = tmp_path.glob("runs/*/rank_1.log")
+    assert sorted(log.read_text().splitlines()) == ["err", "out"]
+
+
+def test_output_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('first', flush=True)")
+    words = f"{shlex.quote(sys.executable)} -m paceline.cli run -n 2 script.py >/dev/full"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == (
+        "paceline run: output can no longer be shown: No space left on device; the logs are complete\n"
+    )
+
+
+def test_too_few_open_files_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('must not run')")
+    words = f"ulimit -n 64; {shlex.quote(sys.executable)} -m paceline.cli run -n 16 script.py"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"paceline run: 16 ranks need \d+ open files .* limit is 64; raise .* `ulimit -n 1024`.*\n", done.stderr
+    )
+
+
+def test_what_may_surprise_is_noted(launch: Callable[..., Launcher]) -> None:
+    code, out, err = launch("print(sys.argv[1:])", arguments=("-n", "2")).end()
+    assert (code, out) == (0, "[0] ['-n', '2']\n")
+    assert "-n comes after " in err and "script.py, so it is passed to the script, and one rank is started" in err
+    code, _, err = launch("", "--gpu-ids", "998,999").end()
+    assert code == 0
+    assert err.startswith("paceline run: --gpu-ids 998,999: this machine has ")
+
+
+def test_an_early_interrupt_leaves_no_traceback(tmp_path: Path) -> None:
+    """While modules are being imported: here, in the middle of one."""
+    code = (
+        "import os, signal, sys; from paceline import cli; from importlib import abc\n"
+        "class Finder(abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'paceline.launch': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder()); sys.argv[1:] = ['run', __file__]; cli.main()\n"
+    )
+    (tmp_path / "early.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "early.py"], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_killed_reaper_takes_the_ranks_along_and_they_start_again(launch: Callable[..., Launcher]) -> None:
     script = """
         import subprocess
         sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -327,7 +380,7 @@ def test_a_killed_keeper_takes_the_ranks_along_and_they_start_again(launch: Call
         killed = [*pids[0], *pids[1]]
     code, _, err = launcher.end()
     assert code == 1
-    gone = "the process that keeps the ranks was killed, and the kernel has ended the ranks with it"
+    gone = "the reaper process was killed, and the kernel killed the ranks with it"
     assert err == f"paceline run: {gone}; restart 1: all ranks start again\npaceline run: {gone}\n"
     assert not [pid for pid in killed if alive(pid)]
 
@@ -455,7 +508,7 @@ def test_restarts(launch: Callable[..., Launcher]) -> None:
     launcher = launch(script, "-n", "2", "--max-restarts", "3")
     code, out, err = launcher.end()
     assert code == 0, err
-    assert "paceline run: rank 1 was ended by SIGKILL; restart 1: all ranks start again\n" in err
+    assert "paceline run: rank 1 was killed by SIGKILL; restart 1: all ranks start again\n" in err
     assert "restart 2: all ranks start again\n" in err
     assert says(out, "attempt 2")
     assert "--- restart 2 ---" in next(launcher.folder.glob("runs/*/rank_0.log")).read_text()
@@ -485,7 +538,7 @@ def test_a_crash_at_exit_after_the_work_is_no_failure(launch: Callable[..., Laun
     code, _, err = launch(RETURNS, "-n", "2", "--max-restarts", "1", arguments=("returns",)).end()
     assert (code, err.count("all ranks start again")) == (0, 0), err
     said = [line for line in err.splitlines() if line.startswith("paceline run: ")]
-    assert said == ["paceline run: rank 1 was ended by SIGSEGV while it exited, after its work was done"], err
+    assert said == ["paceline run: rank 1 was killed by SIGSEGV during exit, after its work was done"], err
 
 
 @pytest.mark.parametrize("how", ["raises", "busy"])
@@ -499,8 +552,8 @@ def test_a_crash_at_exit_of_unfinished_work_is_one(launch: Callable[..., Launche
 # ------------------------------------------------------------------------------------------------------------- watchdog
 
 STEPS = """
-    from paceline.progress import Phase, Progress
-    progress = Progress.from_env()
+    from paceline.progress import Phase, own_progress
+    progress = own_progress()
     rank = int(os.environ["RANK"])
     for step in range(20):
         progress.note(Phase.FORWARD, step)
@@ -546,7 +599,7 @@ def test_a_spinning_rank_is_named_with_its_place(launch: Callable[..., Launcher]
     with steps(launch, then, "--hang-timeout", "1.5", "--shutdown-timeout", "2") as launcher:
         code, _, err = launcher.end()
     assert code == 124
-    assert err.startswith("paceline run: rank 1 spins without getting on: no progress for "), err
+    assert err.startswith("paceline run: rank 1 is busy but making no progress: no progress for "), err
     assert "in spin" in err, "the stack of the rank is shown"
 
 
@@ -602,7 +655,7 @@ def test_the_kernel_killing_for_memory_is_told(memory_group: Path, tmp_path: Pat
     )
     # The launcher is inside the limited group itself, as in a container.
     enter = f"import os; open({str(memory_group / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); "
-    command = enter + "from paceline.cli.run import main; raise SystemExit(main())"
+    command = enter + "from paceline.cli.run_command import main; raise SystemExit(main(__import__('sys').argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", command, "-n", "2", str(script)],
         capture_output=True,
@@ -611,4 +664,4 @@ def test_the_kernel_killing_for_memory_is_told(memory_group: Path, tmp_path: Pat
         timeout=PATIENCE_S,
     )
     assert done.returncode == 137
-    assert "rank 1 was killed by the kernel for want of memory" in done.stderr
+    assert "rank 1 was killed by the OOM killer" in done.stderr

@@ -65,10 +65,10 @@ def test_gradients_that_were_set_by_hand_are_reduced(procs: Pool, transport: str
 # ------------------------------------------------------------------------------------------------- two replicas
 
 
-def two_replicas(rank: int, size: int, transport: str, chains: bool) -> None:
+def two_replicas(rank: int, size: int, transport: str, multi_step: bool) -> None:
     """In step 1 rank 1 has no use for one of them; in step 2 it comes to them in the other order."""
     options: dict[str, Any] = {"transport": transport, "timeout": 10}
-    if chains:
+    if multi_step:
         options["reduction"] = FixedOrder()
     a, b = (DDP(nn.Linear(4, 1), **options) for _ in range(2))
     optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
@@ -82,10 +82,10 @@ def two_replicas(rank: int, size: int, transport: str, chains: bool) -> None:
     assert_equal_on_all([*a.parameters(), *b.parameters()], size)
 
 
-@pytest.mark.parametrize("chains", [False, True])
+@pytest.mark.parametrize("multi_step", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_two_replicas_in_one_backward_in_any_order(procs: Pool, transport: str, chains: bool) -> None:
-    procs(2).run(two_replicas, transport, chains)
+def test_two_replicas_in_one_backward_in_any_order(procs: Pool, transport: str, multi_step: bool) -> None:
+    procs(2).run(two_replicas, transport, multi_step)
 
 
 # ------------------------------------------------------------------------------------------------------- threads

@@ -23,7 +23,7 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def apart(self, timeout_s: float | None = None) -> "Recording":
+    def dup(self, timeout_s: float | None = None) -> "Recording":
         return self
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:

@@ -14,7 +14,7 @@ STEPS = 50
 Result = tuple[bytes, list[float]]  # parameters and losses
 
 
-def train(model: Any, rank: int, *, steps: int = STEPS, micros: int = 1) -> Result:
+def train(model: Any, rank: int, *, steps: int = STEPS, microbatches: int = 1) -> Result:
     """Parameters and losses after `steps` steps. Dropout draws from the seed of the rank."""
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -22,8 +22,8 @@ def train(model: Any, rank: int, *, steps: int = STEPS, micros: int = 1) -> Resu
     for step in range(steps):
         optimizer.zero_grad()
         with model.no_sync():
-            for micro in range(micros - 1):
-                model(tokens(10_000 * micro + 100 * step + rank, 2, 16)).backward()
+            for microbatch in range(microbatches - 1):
+                model(tokens(10_000 * microbatch + 100 * step + rank, 2, 16)).backward()
         loss = model(tokens(100 * step + rank, 2, 16))
         loss.backward()
         optimizer.step()
@@ -31,20 +31,20 @@ def train(model: Any, rank: int, *, steps: int = STEPS, micros: int = 1) -> Resu
     return packed(values(model)), losses
 
 
-def both(rank: int, size: int, dropout: float, settings: dict[str, Any], micros: int) -> tuple[Result, Result]:
+def both(rank: int, size: int, dropout: float, settings: dict[str, Any], microbatches: int) -> tuple[Result, Result]:
     """Ours, then torch's. Small buckets, so that there are several."""
-    ours = train(DDP(GPT(dropout=dropout), bucket_cap_mb=0.02, **settings), rank, micros=micros)
-    torchs = train(TorchDDP(GPT(dropout=dropout), bucket_cap_mb=0.02), rank, micros=micros)
+    ours = train(DDP(GPT(dropout=dropout), bucket_cap_mb=0.02, **settings), rank, microbatches=microbatches)
+    torchs = train(TorchDDP(GPT(dropout=dropout), bucket_cap_mb=0.02), rank, microbatches=microbatches)
     return ours, torchs
 
 
 @pytest.mark.parametrize(
-    ("dropout", "settings", "micros"),
+    ("dropout", "settings", "microbatches"),
     [(0.0, {}, 1), (0.1, {}, 1), (0.1, {"static_graph": True}, 2)],
     ids=["plain", "dropout", "dropout, accumulation, static graph"],
 )
-def test_two_ranks_give_torchs_bits(procs: Pool, dropout: float, settings: dict[str, Any], micros: int) -> None:
-    results = procs(2).run(both, dropout, settings, micros)
+def test_two_ranks_give_torchs_bits(procs: Pool, dropout: float, settings: dict[str, Any], microbatches: int) -> None:
+    results = procs(2).run(both, dropout, settings, microbatches)
     for (ours, our_losses), (torchs, torch_losses) in results:
         assert our_losses == torch_losses
         assert_same_bits(unpacked(ours), unpacked(torchs))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline import DistributedDataParallel
 from paceline.errors import PeerAbsent
-from paceline.replica.rejoin import outlive_group
+from paceline.replica.membership import outlive_group
 from tests.models import draw, mlp
 from tests.pool import Pool
 
@@ -30,9 +30,9 @@ def one_step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, n
     if model._lane_count is None:
         model(draw(100 * number + rank, 4, 16)).square().mean().backward()
     else:
-        micros = [draw(100 * number + lane, 4, 16) for lane in model.own_lanes]
-        for micro in model.lanes(micros, number):
-            model(micro).square().mean().backward()
+        microbatches = [draw(100 * number + lane, 4, 16) for lane in model.own_lanes]
+        for microbatch in model.lanes(microbatches, number):
+            model(microbatch).square().mean().backward()
     optimizer.step()
 
 
@@ -134,3 +134,21 @@ def stopped_around_an_update(rank: int, size: int, folder: str) -> tuple[list[fl
 def test_a_state_that_some_rank_has_had_is_taken_whole(procs: Pool, tmp_path: Path) -> None:
     for wanted, found in procs(3).run(stopped_around_an_update, str(tmp_path), group=False):
         assert found == wanted
+
+
+def left_with_a_part(rank: int, size: int, folder: str) -> None:
+    gc.collect()  # replicas of tests before this one, in the same process
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/0", size), rank=rank, world_size=size)
+    part = dist.new_group([0, 1])
+    of_all = DistributedDataParallel(mlp(4, 4), transport="torch", timeout=20)
+    of_part = (
+        DistributedDataParallel(mlp(4, 4), process_group=part, transport="torch", timeout=20) if rank < 2 else None
+    )
+    assert form_again(rank, size, folder, 1) == 1, "the ranks of the default group are not those of the other one"
+    of_all(torch.ones(1, 4)).sum().backward()
+    assert of_part is None or not of_part._group_is_gone
+    dist.destroy_process_group()
+
+
+def test_a_replica_of_some_ranks_does_not_move_to_all_of_them(procs: Pool, tmp_path: Path) -> None:
+    procs(3).run(left_with_a_part, str(tmp_path), group=False)

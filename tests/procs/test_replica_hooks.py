@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 
-from paceline.strategies.reduction import Wire
+from paceline.strategies.cast import Wire
 from tests.models import DDP, assert_close, assert_same_bits, draw, grads, mlp, packed, unpacked, values
 from tests.pool import Pool
 from tests.procs.test_shm import mapped

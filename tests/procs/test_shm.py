@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from paceline.collectives import Op, TorchDistTransport, Transport, finish
 from paceline.collectives.choose import choose
-from paceline.collectives.shm import Presence, ShmTransport, share_host
-from paceline.collectives.shm.record import RING
+from paceline.collectives.rendezvous import NoSharedMemory
+from paceline.collectives.shm import ShmTransport
+from paceline.collectives.shm.connect import PeerInfo, check_share_host
+from paceline.collectives.shm.mesh import RING
 from paceline.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -152,7 +154,7 @@ def gather_in_one_arena(transport: ShmTransport) -> None:
     settle(transport, transport.all_gather(flat, part))
     assert flat.view(size, 4)[:, 0].tolist() == list(range(size))
     flat.copy_(torch.arange(size * 4) + 100 * rank)
-    settle(transport, transport.exchange(flat, flat))
+    settle(transport, transport.all_to_all(flat, flat))
     assert flat[::4].tolist() == [100 * peer + 4 * rank for peer in range(size)]
     shifted = flat[: 4 * (size - 1)] if size > 1 else flat
     settle(transport, transport.broadcast(shifted, root=size - 1))
@@ -307,7 +309,7 @@ def die_at_random(transport: ShmTransport, seed: int) -> tuple[tuple[int, ...], 
     with pytest.raises(PeerLost) as caught:
         reduce_for_ever(transport, flat)
     seconds = time.monotonic() - killed_at
-    with pytest.raises(CollectiveError, match="was given up"):
+    with pytest.raises(CollectiveError, match="was abandoned"):
         transport.all_reduce(flat)
     return caught.value.ranks, seconds, str(caught.value)
 
@@ -445,23 +447,22 @@ def fork(transport: ShmTransport) -> str:
 
 def test_a_child_that_was_forked_off_is_silent(procs: Pool) -> None:
     for said in procs(2).run(fork):
-        assert "forked off a rank" in said
+        assert "forked from a rank" in said
 
 
 # ---------------------------------------------------------------------------------------------------------- choosing
 
 
-def presence(rank: int, **changes: object) -> Presence:
+def presence(rank: int, **changes: object) -> PeerInfo:
     fields: dict[str, object] = {
         "rank": rank,
         "boot": "b",
         "network": "net:[1]",
-        "processes": "pid:[1]",
         "user": 0,
         "hostname": "h",
         "token": "t",
     }
-    return Presence(**(fields | changes))  # type: ignore[arg-type]
+    return PeerInfo(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -474,13 +475,13 @@ def presence(rank: int, **changes: object) -> Presence:
     ],
 )
 def test_why_ranks_share_no_memory_is_said(changes: dict[str, object], reason: str) -> None:
-    refusal = share_host([presence(0), presence(1, **changes)])
-    assert refusal is not None
-    assert reason in refusal.reason
+    with pytest.raises(NoSharedMemory) as caught:
+        check_share_host([presence(0), presence(1, **changes)])
+    assert reason in str(caught.value)
 
 
-def test_ranks_of_one_host_share_memory_whatever_their_process_namespace() -> None:
-    assert share_host([presence(0), presence(1, processes="pid:[2]")]) is None
+def test_ranks_of_one_host_share_memory() -> None:
+    check_share_host([presence(0), presence(1)])
 
 
 def wish(rank: int, size: int, wishes: list[str]) -> str:

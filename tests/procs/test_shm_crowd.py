@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives import LocalTransport, Op, StoreWatch, finish
-from paceline.collectives.shm import Mesh, ShmTransport, meet
+from paceline.collectives.rendezvous import Rendezvous
+from paceline.collectives.shm import ShmTransport
+from paceline.collectives.shm.connect import PeerInfo, PeerListener, connect
 
 CPU = torch.device("cpu")
 _PR_SET_PDEATHSIG = 1
@@ -47,9 +49,11 @@ def main() -> None:
 def be_rank(rank: int, size: int, path: str) -> None:
     store = dist.FileStore(path, size)
     watch = StoreWatch(store, rank, size)
-    mesh = meet(store, rank, size, watch=watch, timeout_s=40)
-    assert isinstance(mesh, Mesh), mesh
-    transport = ShmTransport(mesh, watch=watch, fallback=LocalTransport(), store=store)
+    rendezvous = Rendezvous.next(store, rank, size, watch, 40)
+    with PeerListener(rank) as listener:
+        told = rendezvous.gather("peer info", listener.own.encode())
+        mesh = connect(rendezvous, listener, [PeerInfo.decode(text) for text in told])
+    transport = ShmTransport(mesh, watch=watch, fallback=LocalTransport())
     flat = transport.allocate(1 << 18, torch.float32, CPU)
     for number in range(10):
         flat.fill_(rank + number)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.collectives import Op, TorchDistTransport, Transport, finish
 from paceline.collectives.choose import choose
-from paceline.collectives.shm.plan import PIECE
-from paceline.collectives.tree import tree_sum
+from paceline.collectives.shm.summing import PIECE
+from paceline.collectives.tree_sum import tree_sum
 from tests.pool import Pool
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ class Step:
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    kind = draw(st.sampled_from(["all_reduce", "all_reduce", "all_reduce", "broadcast", "all_gather", "exchange"]))
+    kind = draw(st.sampled_from(["all_reduce", "all_reduce", "all_reduce", "broadcast", "all_gather", "all_to_all"]))
     dtype = draw(st.sampled_from(FLOATS + COMPLEX + WHOLE))
     ops = [Op.SUM, Op.TREE] if dtype in COMPLEX else [Op.SUM, Op.TREE, Op.PRODUCT, Op.MIN, Op.MAX]
     op = draw(st.sampled_from(ops if dtype in WHOLE else [*ops, Op.MEAN]))
@@ -90,7 +90,7 @@ def place(transport: Transport, step: Step, values: torch.Tensor) -> torch.Tenso
 def begin(transport: Transport, step: Step, number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """The work, where its result will be, and what it must be."""
     rank, size = transport.rank, transport.size
-    each = size * step.numel if step.kind == "exchange" else step.numel
+    each = size * step.numel if step.kind == "all_to_all" else step.numel
     parts = [drawn(step, number, peer, each) for peer in range(size)]
     flat = place(transport, step, parts[rank])
     if step.kind == "all_reduce":
@@ -102,7 +102,7 @@ def begin(transport: Transport, step: Step, number: int) -> tuple[Any, torch.Ten
     if step.kind == "all_gather":
         return transport.all_gather(out, flat), out, torch.cat(parts)
     expected = torch.cat([part.view(size, -1)[rank] for part in parts]) if step.numel else parts[0]
-    return transport.exchange(out, flat), out, expected
+    return transport.all_to_all(out, flat), out, expected
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

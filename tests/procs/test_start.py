@@ -105,7 +105,9 @@ def test_ranks_that_disagree_about_the_size_all_learn_it(procs: Pool, reserved_p
     for outcome in procs(2).attempt(form_with_different_sizes, reserved_port, sizes, group=False):
         assert isinstance(outcome.error, WorldError)
         assert not isinstance(outcome.error, WorldNotFormed)
-        assert "ranks disagree about the size of the world" in str(outcome.error)
+        other = 1 - outcome.rank
+        said = f"rank {outcome.rank} says {sizes[outcome.rank]} and rank {other} says {sizes[other]};"
+        assert f"ranks disagree about the size of the world: {said}" in str(outcome.error)
         assert outcome.seconds < 5
 
 
@@ -116,7 +118,7 @@ def form_with_a_double(rank: int, size: int, port: int) -> None:
 def test_two_processes_with_one_rank_are_told(procs: Pool, reserved_port: int) -> None:
     outcomes = procs(3).attempt(form_with_a_double, reserved_port, group=False)
     messages = [str(outcome.error) for outcome in outcomes]
-    assert sum("two processes say that they are rank 1 of 3" in message for message in messages) == 1
+    assert sum("two processes claim to be rank 1 of 3" in message for message in messages) == 1
     assert sum("missing: rank 2" in message for message in messages) == 2
 
 

@@ -175,7 +175,7 @@ def test_a_killed_rank_is_named_and_the_run_ends_by_itself(quiet: Training, text
     training.reach(6)
     training.ranks()[1].kill()
     assert training.ended() == 0, training.output()
-    assert "restart 1 of 3: rank 1 was ended by SIGKILL" in training.output()
+    assert "restart 1 of 3: rank 1 was killed by SIGKILL" in training.output()
     assert training.result()["digest"] == quiet.result()["digest"]
     assert training.result()["redone_steps"] >= 1
     assert training.steps() == list(range(1, 17))
@@ -220,7 +220,7 @@ def test_a_restart_after_drift_goes_on_from_before_it(quiet: Training, text: Pat
         (("--size", "huge"), "size='huge': expected one of nano, tiny"),
         (("--data", "no/such/file"), "data='no/such/file': no such file, folder or match"),
         (("--batch", "-1"), "batch=-1: expected at least 0"),
-        (("--lanes", "1"), "2 ranks and lanes=1: expected at least one lane for each rank"),
+        (("--lanes", "1"), "2 ranks and lanes=1: expected at least one lane per rank"),
         (("--data", "{short}", "--context", "4000"), "context=4000 is longer than the"),
         (("--data", "{short}", "--context", "16", "--batch", "64"), "samples"),
     ],

@@ -10,11 +10,11 @@ import torch
 import paceline
 from paceline.errors import NotFiniteGradients
 from paceline.train.__main__ import code_of
-from paceline.train.checkpoints import resume, save
 from paceline.train.config import NOT_FINITE_EXIT, TrainConfig
-from paceline.train.folder import RunFolder
-from paceline.train.loop import build, run_rank
-from paceline.train.text import prepare
+from paceline.train.loop import build_run, run_rank
+from paceline.train.run_folder import RunFolder
+from paceline.train.run_state import resume, save
+from paceline.train.samples import prepare
 from tests.pool import Outcome, Pool
 
 CONFIG = TrainConfig(
@@ -80,11 +80,24 @@ def test_every_world_and_every_resume_gives_the_same_bits(procs: Pool, text: str
     assert all(run == alone for run in found.values()), found
 
 
+@pytest.mark.timeout(120)
+def test_placements_give_the_same_bits(procs: Pool, text: str, tmp_path: Path) -> None:
+    config = replace(CONFIG, data=text, width=128, save_every=2, clip=0.5)  # every step clips
+
+    def run(size: int, placement: str) -> tuple[str, list[Any]]:
+        return trained(procs, size, replace(config, placement=placement, out=str(tmp_path / f"{size}{placement}")))
+
+    alone = run(1, "ddp")
+    pairs = [(1, "zero1"), (2, "ddp"), (2, "zero1"), (2, "zero2"), (2, "zero3"), (3, "zero1"), (3, "zero2")]
+    for size, placement in pairs:
+        assert run(size, placement) == alone, (size, placement)
+
+
 def poison(rank: int, size: int, out: str) -> None:
     """Save a checkpoint whose gradients cannot be finite."""
     folder = RunFolder(Path(out))
     config = folder.config()
-    run = build(config, folder, paceline.init(device="cpu"), prepare(config, folder.path))
+    run = build_run(config, folder, paceline.init(device="cpu"), prepare(config, folder.path))
     resume(run)
     with torch.no_grad():
         run.net.norm.weight[0] = float("nan")
@@ -101,7 +114,7 @@ def test_gradients_that_stay_not_finite_end_the_run_after_a_checkpoint(procs: Po
     folder, outcomes = started(procs, 2, config)
     for outcome in outcomes:
         assert isinstance(outcome.error, NotFiniteGradients), outcome
-        assert "in the last 10 steps" in str(outcome.error) and "Step 11 is saved in" in str(outcome.error)
+        assert "in each of the last 10 steps" in str(outcome.error) and "Step 11 is saved in" in str(outcome.error)
         assert code_of(outcome.error) == NOT_FINITE_EXIT
     assert (folder.checkpoints / "step-00000011").is_dir()
     assert len(list(folder.capsules.glob("*not-finite*"))) == 8, "of ten"

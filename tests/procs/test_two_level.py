@@ -122,11 +122,11 @@ def main() -> None:
         "two levels": bytes_sent(interface, transport, transport.allocate(4 * MIB, torch.float32, CPU)),
         "one level": bytes_sent(interface, base, torch.zeros(4 * MIB)),
     }
-    another = transport.apart(20)
+    another = transport.dup(20)
     assert isinstance(another, TwoLevelTransport)
     settle(another, another.all_reduce(another.allocate(10, torch.float32, CPU)))
     another.close()
-    found["mismatch"] = learned(transport.apart(20), [0, 1], "size")
+    found["mismatch"] = learned(transport.dup(20), [0, 1], "size")
     found["lost"] = lose_one(transport, report)
     leave_world(base.rank, report, found, [peer for peer in range(RANKS) if peer != VICTIM])
 
@@ -149,7 +149,7 @@ def learned(transport: Transport, who: list[int], what: str) -> tuple[str, tuple
     flat = transport.allocate(numel, dtype, CPU)
     with pytest.raises(CollectiveMismatch) as raised:
         settle(transport, transport.all_reduce(flat, op))
-    with pytest.raises(CollectiveError, match="was given up"):
+    with pytest.raises(CollectiveError, match="was abandoned"):
         transport.all_reduce(flat, op)
     transport.close()
     return str(raised.value), raised.value.ranks
@@ -275,6 +275,6 @@ def test_hosts_that_differ_all_learn_it(hosts: tuple[Host, Host], tmp_path: Path
             "op [0, 1]": f"{first} all_reduce(max) of float32[1000]; rank 2 called {usual}",
             "size [1]": f"rank 0 called {usual}; rank 1 called {small}"
             if rank < 2
-            else f"{first} different things; rank 2 called {usual}",
+            else f"{first} different collectives; rank 2 called {usual}",
         }
         assert [ranks for _, ranks in found.values()] == [[0, 1, 2]] * 4 + [[0, 1] if rank < 2 else [0, 1, 2]]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline import collectives
 from paceline.collectives import TorchDistTransport, Transport, finish
-from paceline.collectives.torch_dist import store_of
+from paceline.collectives.torch_store import store_of
 from paceline.errors import CollectiveMismatch, PeerAbsent, PeerLost
 from tests.interrupt import interrupt_blocked_rank
 from tests.pool import Pool, RankFailed
@@ -114,7 +114,7 @@ def test_a_stopped_rank_is_named_and_missed_at_the_timeout(procs: Pool) -> None:
     assert report.startswith("rank 0 has waited 3")
     assert "s in bucket 1 of backward 17 for rank 1, which is in no collective (stopped, pid " in report
     assert error.startswith("waited 4")
-    assert "in bucket 1 of backward 17 for rank 1, more than timeout=4 s" in error
+    assert "in bucket 1 of backward 17 for rank 1, which exceeds timeout=4 s" in error
 
 
 def miss_in_a_barrier(rank: int, size: int) -> None:

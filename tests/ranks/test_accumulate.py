@@ -13,18 +13,18 @@ from tests.models import DDP, Grads, assert_close, assert_same_bits, draw, grads
 MICROS = 3
 
 
-def batch(rank: int, micro: int) -> torch.Tensor:
-    return draw(100 * micro + rank, 4, 3)
+def batch(rank: int, microbatch: int) -> torch.Tensor:
+    return draw(100 * microbatch + rank, 4, 3)
 
 
-def loss(model: Any, rank: int, micro: int) -> Any:
-    return model(batch(rank, micro)).square().mean() / MICROS
+def loss(model: Any, rank: int, microbatch: int) -> Any:
+    return model(batch(rank, microbatch)).square().mean() / MICROS
 
 
 def expected(size: int) -> Grads:
     def all_micros(module: Any, rank: int) -> torch.Tensor:
-        for micro in range(MICROS - 1):
-            loss(module, rank, micro).backward()
+        for microbatch in range(MICROS - 1):
+            loss(module, rank, microbatch).backward()
         total: torch.Tensor = loss(module, rank, MICROS - 1)
         return total
 
@@ -36,14 +36,14 @@ def expected(size: int) -> Grads:
 
 def around_both(model: Any, rank: int) -> None:
     with model.no_sync():
-        for micro in range(MICROS - 1):
-            loss(model, rank, micro).backward()
+        for microbatch in range(MICROS - 1):
+            loss(model, rank, microbatch).backward()
     loss(model, rank, MICROS - 1).backward()
 
 
 def around_backward_alone(model: Any, rank: int) -> None:
-    for micro in range(MICROS - 1):
-        out = loss(model, rank, micro)
+    for microbatch in range(MICROS - 1):
+        out = loss(model, rank, microbatch)
         with model.no_sync():
             out.backward()
     loss(model, rank, MICROS - 1).backward()
@@ -51,8 +51,8 @@ def around_backward_alone(model: Any, rank: int) -> None:
 
 def around_forward_alone_where_it_counts_for_nothing(model: Any, rank: int) -> None:
     with model.no_sync():
-        for micro in range(MICROS - 1):
-            loss(model, rank, micro).backward()
+        for microbatch in range(MICROS - 1):
+            loss(model, rank, microbatch).backward()
         out = loss(model, rank, MICROS - 1)
     out.backward()
 
@@ -60,8 +60,8 @@ def around_forward_alone_where_it_counts_for_nothing(model: Any, rank: int) -> N
 def switched_off_and_on(model: Any, rank: int) -> None:
     model.disable_grad_sync()
     assert not model.do_sync
-    for micro in range(MICROS - 1):
-        loss(model, rank, micro).backward()
+    for microbatch in range(MICROS - 1):
+        loss(model, rank, microbatch).backward()
     model.enable_grad_sync()
     assert model.do_sync
     loss(model, rank, MICROS - 1).backward()
@@ -69,22 +69,22 @@ def switched_off_and_on(model: Any, rank: int) -> None:
 
 def reduced_afterwards(model: Any, rank: int) -> None:
     with model.no_sync():
-        for micro in range(MICROS):
-            loss(model, rank, micro).backward()
+        for microbatch in range(MICROS):
+            loss(model, rank, microbatch).backward()
     model.sync_gradients()
 
 
 def through_the_module(model: Any, rank: int) -> None:
     with model.no_sync():
-        for micro in range(MICROS - 1):
-            loss(model.module, rank, micro).backward()
+        for microbatch in range(MICROS - 1):
+            loss(model.module, rank, microbatch).backward()
     loss(model.module, rank, MICROS - 1).backward()
 
 
 def by_torchs_attribute(model: Any, rank: int) -> None:
     model.require_backward_grad_sync = False
-    for micro in range(MICROS - 1):
-        loss(model, rank, micro).backward()
+    for microbatch in range(MICROS - 1):
+        loss(model, rank, microbatch).backward()
     model.require_backward_grad_sync = True
     loss(model, rank, MICROS - 1).backward()
 
@@ -137,7 +137,7 @@ def test_the_loop_equals_one_big_batch() -> None:
         return grads(model)
 
     whole = mlp(3, 4, 2)
-    everything = torch.cat([batch(rank, micro) for rank in range(3) for micro in range(MICROS)])
+    everything = torch.cat([batch(rank, microbatch) for rank in range(3) for microbatch in range(MICROS)])
     whole(everything).square().mean().backward()
     for got in run(body, 3):
         assert_close(got, grads(whole))
@@ -185,13 +185,13 @@ def test_ranks_may_run_different_numbers_of_micros() -> None:
     def body(transport: Transport) -> Grads:
         model = DDP(mlp(3, 4, 2), transport=transport)
         with model.no_sync():
-            for micro in range(transport.rank + 1):
-                loss(model, transport.rank, micro).backward()
+            for microbatch in range(transport.rank + 1):
+                loss(model, transport.rank, microbatch).backward()
         model.sync_gradients()
         return grads(model)
 
     def as_many_as_the_rank_has(module: Any, rank: int) -> torch.Tensor:
-        total: torch.Tensor = sum(loss(module, rank, micro) for micro in range(rank + 1))
+        total: torch.Tensor = sum(loss(module, rank, microbatch) for microbatch in range(rank + 1))
         return total
 
     wanted = mean_grads(mlp(3, 4, 2), as_many_as_the_rank_has, 3)

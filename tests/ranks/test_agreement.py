@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.agree import read_capsule
+from paceline.agree.capsule import read_capsule
 from paceline.collectives import LocalTransport, Transport
+from paceline.collectives.group import finish
 from paceline.collectives.threads import run
-from paceline.collectives.wait import finish
 from paceline.errors import BackwardAborted, ModelMismatch, NoMajority, NotFiniteGradients, ReplicaDrift, UsageError
 from paceline.replica.agreement import Agreement
-from paceline.replica.capsules import _tell_of_the_end
+from paceline.replica.capsules import _write_at_exit
 from tests.models import DDP, draw, mlp, seeded
 
 EVERY = 4
@@ -102,7 +102,7 @@ def test_two_hundred_flipped_bits_are_all_found_and_named() -> None:
             if transport.rank == odd:
                 flip(state[name], element, bit)
             told: list[tuple[str, tuple[int, ...]]] = []
-            session.model._core.oversight.on_finding = lambda _, text, ranks, __, told=told: told.append(
+            session.model._core.schedule.observer.on_finding = lambda _, text, ranks, __, told=told: told.append(
                 (text, tuple(ranks))
             )
             session.step()
@@ -173,9 +173,9 @@ def test_healed_replicas_are_equal_again(
         first, *others = run(lambda transport: drifted(transport, **agreement), size)
     for other in others:
         assert all(torch.equal(other[name], first[name]) for name in first)
-    whose = "the majority now" if size == 3 else "rank 0 now, as trust=0 asks"
+    whose = "the majority" if size == 3 else "rank 0, as trust=0 asks"
     for text in caplog.messages:
-        assert text.startswith("healed: ") and f"All ranks have the values of {whose}, and go on" in text
+        assert text.startswith("healed: ") and f"All ranks continue with the values of {whose};" in text
         assert "restart" not in text
 
 
@@ -208,7 +208,7 @@ def test_optimizers_that_are_sharded_are_not_compared() -> None:
             optimizer.step()
             model.zero_grad()
             for number, param in enumerate(params):
-                paceline.collectives.wait.finish(
+                paceline.collectives.group.finish(
                     transport.broadcast(param.data.view(-1), number % transport.size), what="", watch=transport.watch
                 )
 
@@ -368,7 +368,7 @@ def poisoned(transport: Transport, lanes: int | None, steps: set[int], **agreeme
     session = Session(transport, lanes, **{"not_finite": "skip", "state_every": 1, **agreement})
     told: list[str] = []
     if "capsules" not in agreement:
-        session.model._core.oversight.on_finding = lambda kind, text, ranks, _: told.append(
+        session.model._core.schedule.observer.on_finding = lambda kind, text, ranks, _: told.append(
             f"{kind}: {text} {list(ranks)}"
         )
     for number in range(5):
@@ -404,26 +404,30 @@ def test_a_sum_over_lanes_that_overflows_is_skipped_in_every_world() -> None:
 
 
 def test_too_many_in_a_row_are_an_error() -> None:
-    with pytest.raises(NotFiniteGradients, match="by the batch of rank 1, and so it was in the last 2 steps"):
+    with pytest.raises(
+        NotFiniteGradients, match="caused by the batch of rank 1, as it was in each of the last 2 steps"
+    ):
         run(lambda transport: poisoned(transport, None, {1, 2, 3}, patience=2), 2)
 
 
 def test_it_can_be_raised_at_once() -> None:
-    with pytest.raises(NotFiniteGradients, match="in step 2, by the batch of rank 1; no rank has stepped") as told:
+    with pytest.raises(
+        NotFiniteGradients, match="in step 2, caused by the batch of rank 1; no rank has stepped"
+    ) as told:
         run(lambda transport: poisoned(transport, None, {1}, not_finite="raise"), 2)
-    assert 'pass not_finite="skip" to go on' in str(told.value)
-    with pytest.raises(NotFiniteGradients, match=r"in step 1, by the batch of rank 1 \(lanes 2 to 3\); no rank"):
+    assert 'pass not_finite="skip" to continue' in str(told.value)
+    with pytest.raises(NotFiniteGradients, match=r"in step 1, caused by the batch of rank 1 \(lanes 2 to 3\); no rank"):
         run(lambda transport: poisoned(transport, 4, {1}, not_finite="raise"), 2)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"drift": "ignore"}, "accepted: 'raise', 'heal'"),
+        ({"drift": "ignore"}, "expected one of 'raise', 'heal'"),
         ({"state_every": -1}, "at least 0"),
         ({"patience": 0}, "at least 1"),
         ({"trust": -1}, "expected a rank, or None"),
-        ({"not_finite": "zero"}, "accepted: 'keep', 'skip', 'raise'"),
+        ({"not_finite": "zero"}, "expected one of 'keep', 'skip', 'raise'"),
     ],
 )
 def test_agreements_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
@@ -479,8 +483,8 @@ def test_a_backward_that_raises_leaves_a_capsule(lanes: int | None, tmp_path: Pa
         x = broken() if fails else draw(7, 6, 5)
 
         def one_step() -> None:
-            for micro in model.lanes([x] * len(model.own_lanes), 1) if lanes else [x]:
-                model(micro).square().mean().backward()
+            for microbatch in model.lanes([x] * len(model.own_lanes), 1) if lanes else [x]:
+                model(microbatch).square().mean().backward()
 
         if fails:  # it goes on, and with its next step the others learn of it
             with pytest.raises(ValueError, match="broken"):
@@ -512,12 +516,12 @@ def test_an_error_that_ends_the_script_in_a_step_leaves_a_capsule(
     for x in model.lanes(given, 5) if lanes else given:
         model(x).sum().backward()
     model.zero_grad()
-    _tell_of_the_end()
+    _write_at_exit()
     assert not list(tmp_path.iterdir()), "it came after the step"
     loop: Any = model.lanes(given, 6) if lanes else iter(given)
     model(next(loop))
-    _tell_of_the_end()
-    _tell_of_the_end()
+    _write_at_exit()
+    _write_at_exit()
     (file,) = tmp_path.iterdir()
     capsule = read_capsule(file)
     assert (capsule.kind, capsule.error, capsule.step) == ("crash", "IndexError: in the loss", 6 if lanes else 2)

@@ -10,7 +10,7 @@ from torch import nn
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
 from paceline.errors import BackwardAborted, PeerAbsent, PeerLost
-from paceline.strategies.reduction import Wire
+from paceline.strategies.cast import Wire
 from tests.models import DDP, Grads, assert_same_bits, draw, grads, mean_grads, mlp
 
 ONE_EACH = 1e-6  # MiB: a bucket per parameter
@@ -177,7 +177,9 @@ def test_a_rank_that_does_not_come_is_missed_at_the_timeout() -> None:
         if transport.rank == 1:
             assert missed.wait(20)
             return
-        with pytest.raises(PeerAbsent, match=r"bucket 0 of backward 1 for rank 1, more than timeout=0.3 s") as caught:
+        with pytest.raises(
+            PeerAbsent, match=r"bucket 0 of backward 1 for rank 1, which exceeds timeout=0.3 s"
+        ) as caught:
             model(draw(0, 2, 3)).sum().backward()
         assert caught.value.ranks == (1,)
         missed.set()

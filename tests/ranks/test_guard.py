@@ -192,7 +192,7 @@ def test_lbfgs_runs_its_closures() -> None:
 
 
 def train_with_closures(model: Any, optimizers: Any, batches: Any, accumulates: Any, keyword: bool) -> None:
-    """Accumulate one micro, and make the other inside the steps, as Lightning's Trainer does."""
+    """Accumulate one microbatch, and make the other inside the steps, as Lightning's Trainer does."""
     for step in range(3):
         with accumulates():
             model(batches(2 * step)).square().mean().backward()

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
-from paceline.strategies.reduction import Wire
+from paceline.strategies.cast import Wire
 from tests.models import DDP, Branches, Grads, assert_close, assert_same_bits, draw, grads, mean_grads, mlp, seeded
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -150,7 +150,7 @@ def test_frozen_parameters_have_no_gradient_and_no_bucket() -> None:
         model = DDP(half_frozen(), transport=transport)
         summed(model, 0).backward()
         assert model.module[0].weight.grad is None
-        return [meta.name for meta in model._core.set.layout.params]
+        return [meta.name for meta in model._core.bucket_set.layout.params]
 
     assert run(body, 1) == [["2.weight", "2.bias"]]
 

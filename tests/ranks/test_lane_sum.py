@@ -1,6 +1,7 @@
 """The sum over lanes: whoever runs which lanes, over whatever transport, the bits are those of the tree over lanes."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.collectives import LocalTransport, ThreadTransport, Transport, run
+from paceline.collectives.protocols import Traits
 from paceline.collectives.reduction import GradBucket
 from paceline.errors import UsageError
 from paceline.strategies.lane_sum import LaneSum
@@ -17,8 +19,8 @@ from tests.lane_buckets import CPU, FLOATS, expected_sum, lane_bucket, summed
 class NoTree(ThreadTransport):
     """A transport that moves slices and cannot add in the tree, as gloo between more than 2 ranks."""
 
-    def trees(self, device: torch.device) -> bool:
-        return False
+    def traits(self, device: torch.device) -> Traits:
+        return replace(super().traits(device), tree_sum=False)
 
 
 @given(
@@ -45,18 +47,18 @@ def test_the_bits_are_those_of_the_tree_over_lanes(
 
 
 @pytest.mark.parametrize(
-    ("size", "lanes", "chains"),
+    ("size", "lanes", "multi_step"),
     [
         *[(1, 8, False), (2, 8, False), (4, 8, False), (8, 8, False), (3, 6, False), (5, 5, False), (4, 7, False)],
         *[(3, 8, True), (2, 6, True), (5, 8, True)],
     ],
 )
-def test_one_collective_is_enough_where_blocks_are_ranks(size: int, lanes: int, chains: bool) -> None:
+def test_one_collective_is_enough_where_blocks_are_ranks(size: int, lanes: int, multi_step: bool) -> None:
     def body(transport: Transport) -> bool:
-        return LaneSum(lanes, transport, CPU).chains
+        return LaneSum(lanes, transport, CPU).multi_step
 
-    assert run(body, size) == [chains] * size
-    assert LaneSum(lanes).chains, "the transport is not known"
+    assert run(body, size) == [multi_step] * size
+    assert LaneSum(lanes).multi_step, "the transport is not known"
 
 
 def test_several_buckets_fly_at_once() -> None:
@@ -85,17 +87,14 @@ def test_another_transport_needs_another_lane_sum() -> None:
         with pytest.raises(UsageError, match="was made for another transport than that of rank"):
             reduction(lane_bucket(transport, 4, 3, torch.float32), transport)
 
-    assert not reduction.chains
+    assert not reduction.multi_step
     run(body, 3)
 
 
 def test_a_group_that_can_do_neither_is_refused() -> None:
     class Neither(LocalTransport):
-        def trees(self, device: torch.device) -> bool:
-            return False
-
-        def exchanges(self, device: torch.device) -> bool:
-            return False
+        def traits(self, device: torch.device) -> Traits:
+            return replace(super().traits(device), tree_sum=False, all_to_all=False)
 
     with pytest.raises(UsageError, match="lanes=8 over 1 ranks .* cannot exchange slices"):
         LaneSum(8).check_transport(Neither(), CPU)

@@ -27,7 +27,7 @@ from paceline.errors import (
 from tests.models import DDP, Branches, draw, mlp, seeded
 
 State = dict[str, torch.Tensor]
-# What a step does with one lane: (model, micro, step, lane).
+# What a step does with one lane: (model, microbatch, step, lane).
 Body = Callable[[Any, torch.Tensor, int, int], None]
 
 
@@ -41,7 +41,7 @@ def plain(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
     model(x).square().mean().backward()
 
 
-def micro(step: int, lane: int) -> torch.Tensor:
+def microbatch(step: int, lane: int) -> torch.Tensor:
     return draw(1000 * step + lane, 4, 5)
 
 
@@ -51,7 +51,7 @@ def train(
     body: Body = plain,
     *,
     make: Callable[[], nn.Module] = net,
-    deal: Callable[[int, int], torch.Tensor] = micro,
+    deal: Callable[[int, int], torch.Tensor] = microbatch,
     dtype: torch.dtype = torch.float32,
     steps: int = 4,
     **arguments: Any,
@@ -88,7 +88,7 @@ def test_it_is_the_mean_over_lanes() -> None:
     module = mlp(5, 6, 3)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for step in range(4):
-        module(torch.cat([micro(step, lane) for lane in range(4)])).square().mean().backward()
+        module(torch.cat([microbatch(step, lane) for lane in range(4)])).square().mean().backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -149,7 +149,7 @@ def by_hand(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
 
 
 def weighted_or_skipped(model: Any, x: torch.Tensor, step: int, lane: int) -> None:
-    """A lane may decide to skip after its first micro."""
+    """A lane may decide to skip after its first microbatch."""
     with model.weight(2.5 + lane), model.no_sync():
         plain(model, x, step, lane)
     if lane % 2 == 0:
@@ -161,7 +161,7 @@ def weighted_or_skipped(model: Any, x: torch.Tensor, step: int, lane: int) -> No
 
 BODIES: dict[str, tuple[Body, dict[str, Any]]] = {
     "weighted": (weighted, {"deal": lambda step, lane: draw(10 * step + lane, 2 + (step + lane) % 3, 5)}),
-    "several micros in a lane": (accumulated, {}),
+    "several microbatches in a lane": (accumulated, {}),
     "some lanes skip": (sometimes, {"make": lambda: mlp(5, 6, 3)}),
     "parameters of some lanes": (experts, {"make": lambda: nn.Sequential(*(mlp(5, 2, seed=n) for n in range(3)))}),
     "lanes closed by hand": (by_hand, {}),
@@ -265,13 +265,13 @@ class Borrowing(nn.Module):
 @pytest.mark.parametrize("make", [Wide, Borrowing])
 def test_buffers_that_are_hard_to_follow(make: Callable[[], nn.Module]) -> None:
     dealt: dict[tuple[int, int], torch.Tensor] = {}
-    state = check_same_bits(4, (2, 3), make=make, deal=lambda *at: dealt.setdefault(at, micro(*at)))
-    assert all(torch.equal(x, micro(*at)) for at, x in dealt.items())
+    state = check_same_bits(4, (2, 3), make=make, deal=lambda *at: dealt.setdefault(at, microbatch(*at)))
+    assert all(torch.equal(x, microbatch(*at)) for at, x in dealt.items())
     if make is Borrowing:
         module, total = Borrowing(), torch.zeros(4)
         for lane in range(4):  # of the first step: the weights are known
             module.sums.zero_()
-            module(micro(0, lane))
+            module(microbatch(0, lane))
             total += module.sums / 4
         (got,) = run(lambda transport: train(transport, 4, make=Borrowing, steps=1), 1)
         assert torch.allclose(got["sums"], total)
@@ -285,7 +285,7 @@ def test_a_loop_that_zip_ends() -> None:
     def body(transport: Transport, zipped: bool) -> tuple[State, torch.Tensor]:
         model = DDP(net(), transport=transport, lanes=4)
         for step in range(2):
-            lanes = model.lanes([micro(step, lane) for lane in model.own_lanes], step)
+            lanes = model.lanes([microbatch(step, lane) for lane in model.own_lanes], step)
             for x in (x for _, x in zip(model.own_lanes, lanes, strict=False)) if zipped else lanes:
                 plain(model, x, step, 0)
             del lanes
@@ -317,7 +317,7 @@ def test_a_backward_that_raised_cannot_be_mended(size: int, then: str) -> None:
     """Not in any lane, nor if it was to be followed by others: what it has left behind is not known."""
 
     def attempt(model: Any, step: int, fails: int, *, syncs: bool) -> None:
-        for number, x in model.lanes([(n, micro(0, n)) for n in model.own_lanes], step):
+        for number, x in model.lanes([(n, microbatch(0, n)) for n in model.own_lanes], step):
             hidden = model.module[:2](x)
             if number == fails:
                 hidden.register_hook(_raise)  # when the last layer has its gradient already
@@ -334,13 +334,13 @@ def test_a_backward_that_raised_cannot_be_mended(size: int, then: str) -> None:
         for step, (lane, syncs) in enumerate([(0, True), (1, True), (2, False), (3, True), (3, False)]):
             with pytest.raises(BackwardAborted, match=f"lane {lane} in step {step}|on rank {lane * size // 4},"):
                 attempt(model, step, lane, syncs=syncs)
-        for number, x in model.lanes([(n, micro(1, n)) for n in model.own_lanes], 9):
+        for number, x in model.lanes([(n, microbatch(1, n)) for n in model.own_lanes], 9):
             plain(model, x, 1, number)
         return model.module[0].weight.grad.clone()
 
     grads = run(body, size)
     module: Any = mlp(5, 6, 3)
-    module(torch.cat([micro(1, lane) for lane in range(4)])).square().mean().backward()
+    module(torch.cat([microbatch(1, lane) for lane in range(4)])).square().mean().backward()
     assert all(torch.equal(grad, grads[0]) for grad in grads)
     assert torch.allclose(grads[0], module[0].weight.grad)
 
@@ -371,9 +371,9 @@ def test_sums_take_as_many_copies_as_the_tree_has_levels() -> None:
     def copies(transport: Transport) -> int:
         model = DDP(mlp(5, 6, 3), transport=transport, lanes=8)
         held = 0
-        for x in model.lanes([micro(0, lane) for lane in model.own_lanes], 0):
+        for x in model.lanes([microbatch(0, lane) for lane in model.own_lanes], 0):
             plain(model, x, 0, 0)
-            sums = model._core.lanes._sums.values()
+            sums = model._core.batch.lanes._sums.values()
             held = max(held, *(len(stack) for stack in sums), 0)
         return held
 
@@ -422,22 +422,22 @@ def test_a_loop_that_does_not_fit() -> None:
     def body(transport: Transport) -> None:
         model = DDP(mlp(5, 3), transport=transport, lanes=4)
         with pytest.raises(UsageError, match=r"runs 2 of 4 lanes \(lanes \d to \d\).*got 3"):
-            next(model.lanes([micro(0, 0)] * 3, 0))
-        with pytest.raises(UsageError, match=r"trains in 4 lanes, and no lane runs"):
-            plain(model, micro(0, 0), 0, 0)
+            next(model.lanes([microbatch(0, 0)] * 3, 0))
+        with pytest.raises(UsageError, match=r"trains in 4 lanes, but no lane is running"):
+            plain(model, microbatch(0, 0), 0, 0)
         with pytest.raises(UsageError, match=r"lane \d of step 0 ended without a backward"):
-            list(model.lanes([micro(0, 0)] * 2, 0))
-        x = next(model.lanes([micro(0, 0)] * 2, 0))
+            list(model.lanes([microbatch(0, 0)] * 2, 0))
+        x = next(model.lanes([microbatch(0, 0)] * 2, 0))
         plain(model, x, 0, 0)
-        with pytest.raises(UsageError, match=r"has had its backward already"):
+        with pytest.raises(UsageError, match=r"has already run its backward"):
             plain(model, x, 0, 0)
         with pytest.raises(
-            UsageError, match=r"skip_batch\(\) is for the lane that runs, and lane \d of step 0 has had"
+            UsageError, match=r"skip_batch\(\) applies to the running lane, but lane \d of step 0 has already"
         ):
             model.skip_batch()
         with pytest.raises(UsageError, match=r"step must be a whole number, .* got 1\.0"):
-            model.lanes([micro(0, 0)] * 2, 1.0)
-        loop = model.lanes([micro(0, 0)] * 2, 1)
+            model.lanes([microbatch(0, 0)] * 2, 1.0)
+        loop = model.lanes([microbatch(0, 0)] * 2, 1)
         with model.no_sync():
             plain(model, next(loop), 1, 0)
             model.sync_gradients()  # does nothing here
@@ -445,11 +445,13 @@ def test_a_loop_that_does_not_fit() -> None:
             UsageError, match=r"lane \d of step 1 .* closes it: its only backward ran inside no_sync\(\)"
         ):
             next(loop)
-        next(model.lanes([micro(0, 0)] * 2, 2))
+        next(model.lanes([microbatch(0, 0)] * 2, 2))
         with pytest.raises(UsageError, match=r"sync_gradients\(\) closes lane \d of step 2, which has had no backward"):
             model.sync_gradients()
-        with pytest.raises(UsageError, match=r"the loop over the lanes of step 3 goes on though another one has begun"):
-            list(zip(model.lanes([micro(0, 0)] * 2, 3), model.lanes([micro(0, 0)] * 2, 3), strict=True))
+        with pytest.raises(
+            UsageError, match=r"the loop over model\.lanes\(\) for step 3 resumed after another such loop had started"
+        ):
+            list(zip(model.lanes([microbatch(0, 0)] * 2, 3), model.lanes([microbatch(0, 0)] * 2, 3), strict=True))
 
     run(body, 2)
 
@@ -475,7 +477,7 @@ def test_micros_of_different_shapes_on_different_ranks() -> None:
 def test_lanes_of_different_steps() -> None:
     def attempt(transport: Transport) -> None:
         model = DDP(mlp(5, 3), transport=transport, lanes=2)
-        for x in model.lanes([micro(0, 0)], transport.rank):
+        for x in model.lanes([microbatch(0, 0)], transport.rank):
             plain(model, x, 0, 0)
 
     refused(r"ranks run lanes of different steps \(rank 0: 0, rank 1: 1\)", attempt, kind=CollectiveMismatch)
@@ -485,21 +487,21 @@ def test_gradients_that_were_left_over() -> None:
     def attempt(transport: Transport) -> None:
         model = DDP(mlp(5, 3), transport=transport, lanes=2)
         for _ in range(2):
-            for x in model.lanes([micro(0, 0)], 0):
+            for x in model.lanes([microbatch(0, 0)], 0):
                 plain(model, x, 0, 0)
 
-    refused(r"starts from empty gradients, but 0\.weight has one", attempt)
+    refused(r"starts from empty gradients, but 0\.weight already has one", attempt)
 
 
 def test_an_optimizer_that_steps_between_lanes() -> None:
     def attempt(transport: Transport) -> None:
         model = DDP(mlp(5, 3), transport=transport, lanes=4)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for x in model.lanes([micro(0, 0)] * 2, 0):
+        for x in model.lanes([microbatch(0, 0)] * 2, 0):
             plain(model, x, 0, 0)
             optimizer.step()
 
-    refused(r"steps though only", attempt, kind=UnreducedGradients)
+    refused(r"was called although only", attempt, kind=UnreducedGradients)
 
 
 def test_reentrant_checkpoints_have_no_place_in_the_sum() -> None:
@@ -515,7 +517,7 @@ def test_reentrant_checkpoints_have_no_place_in_the_sum() -> None:
 
     def attempt(transport: Transport) -> None:
         model = DDP(Twice(), transport=transport, lanes=2)
-        for x in model.lanes([micro(0, 0)], 0):
+        for x in model.lanes([microbatch(0, 0)], 0):
             model(x).sum().backward()
 
     refused(r"got a second gradient in one backward.*use_reentrant=False", attempt)
@@ -527,14 +529,14 @@ def test_a_lane_that_fails_is_told_to_all() -> None:
         error: type[Exception] = ZeroDivisionError if transport.rank == 0 else BackwardAborted
 
         def attempt() -> None:
-            for x in model.lanes([micro(0, lane) for lane in model.own_lanes], 0):
+            for x in model.lanes([microbatch(0, lane) for lane in model.own_lanes], 0):
                 plain(model, x, 0, 0)
                 if transport.rank == 0:
                     raise ZeroDivisionError
 
         with pytest.raises(error):
             attempt()
-        for lane, x in model.lanes([(lane, micro(1, lane)) for lane in model.own_lanes], 1):
+        for lane, x in model.lanes([(lane, microbatch(1, lane)) for lane in model.own_lanes], 1):
             plain(model, x, 1, lane)
         return {name: param.grad.clone() for name, param in model.module.named_parameters()}
 
@@ -550,7 +552,7 @@ def test_a_step_that_cannot_begin_is_told_to_all(fault: str) -> None:
         for lane in lanes[wrong:]:
             if wrong and fault == "data":
                 raise ZeroDivisionError
-            yield micro(0, lane)
+            yield microbatch(0, lane)
 
     def body(transport: Transport) -> State:
         model = DDP(net(), transport=transport, lanes=4)
@@ -564,10 +566,10 @@ def test_a_step_that_cannot_begin_is_told_to_all(fault: str) -> None:
         with pytest.raises(error):
             attempt()
         if wrong:
-            with pytest.raises(UsageError, match="no lane runs"):
-                plain(model, micro(0, 0), 0, 0)
+            with pytest.raises(UsageError, match="no lane is running"):
+                plain(model, microbatch(0, 0), 0, 0)
             model.module.load_state_dict(net().state_dict())  # that forward has changed statistics
-        for lane, x in model.lanes([(lane, micro(1, lane)) for lane in model.own_lanes], 1):
+        for lane, x in model.lanes([(lane, microbatch(1, lane)) for lane in model.own_lanes], 1):
             plain(model, x, 1, lane)
         return {name: param.grad.clone() for name, param in model.module.named_parameters()}
 
@@ -596,7 +598,7 @@ def train_with_faults(transport: Transport, *, faulty: bool, named: bool = False
     optimizer, held = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(0 if faulty else last - 1, last + 1):
         place, at = FAULTS[step] if faulty and step < last else ("", -1)
-        loop = model.lanes([(n, micro(step, n)) for n in model.own_lanes], step)
+        loop = model.lanes([(n, microbatch(step, n)) for n in model.own_lanes], step)
         held.append(loop if named else None)
         try:
             for number, x in loop:
@@ -627,8 +629,8 @@ def test_two_loops_side_by_side() -> None:
         one, other = (DDP(net(), transport=transport, lanes=4, seed=seed) for seed in (1, 2))
         before = torch.get_rng_state(), random.getstate()
         for step in range(2):
-            micros = [micro(step, lane) for lane in one.own_lanes]
-            for x, y in zip(one.lanes(micros, step), other.lanes(micros, step), strict=False):
+            microbatches = [microbatch(step, lane) for lane in one.own_lanes]
+            for x, y in zip(one.lanes(microbatches, step), other.lanes(microbatches, step), strict=False):
                 (one(x).square().mean() * torch.rand(()) + other(y).square().mean()).backward()
             one.zero_grad()
             other.zero_grad()
@@ -648,11 +650,11 @@ def test_a_loop_that_is_heard_of_late_changes_no_generator(when: str) -> None:
 
     def body(transport: Transport) -> None:
         one, other = (DDP(net(), transport=transport, lanes=2) for _ in range(2))
-        held = [one.lanes([micro(0, 0), micro(0, 1)], 0)]
+        held = [one.lanes([microbatch(0, 0), microbatch(0, 1)], 0)]
         plain(one, next(held[0]), 0, 0)
         torch.manual_seed(3)
         before = torch.get_rng_state()
-        for x in other.lanes([micro(0, 0), micro(0, 1)], 0):
+        for x in other.lanes([microbatch(0, 0), microbatch(0, 1)], 0):
             plain(other, x, 0, 0)
             if when == "in a loop":
                 held.clear()
@@ -667,19 +669,21 @@ def test_a_module_that_is_converted_after_wrapping() -> None:
         module: Any = mlp(5, 6, 3) if late else mlp(5, 6, 3).double()
         model = DDP(module, transport=transport, lanes=4)
         if late:
-            for x in model.lanes([micro(0, lane) for lane in model.own_lanes], 0):
+            for x in model.lanes([microbatch(0, lane) for lane in model.own_lanes], 0):
                 plain(model, x, 0, 0)
             model.zero_grad()
             module.double()
-        for x in model.lanes([micro(1, lane).double() / 3 for lane in model.own_lanes], 1):
+        for x in model.lanes([microbatch(1, lane).double() / 3 for lane in model.own_lanes], 1):
             plain(model, x, 1, 0)
         grad = module[0].weight.grad.clone()
         model.zero_grad()
-        loop, refuses = model.lanes([micro(2, lane).double() for lane in model.own_lanes], 2), False
+        loop, refuses = model.lanes([microbatch(2, lane).double() for lane in model.own_lanes], 2), False
         plain(model, next(loop), 2, 0)
         if (x := next(loop, None)) is not None:
             module.float()
-            with pytest.raises(UsageError, match=r"another type while lanes ran \(before lane \d of step 2"):
+            with pytest.raises(
+                UsageError, match=r"another dtype during the loop over lanes \(before lane \d of step 2"
+            ):
                 model(x.float())
             refuses = True
         return grad, refuses
@@ -708,7 +712,7 @@ def test_a_buffer_that_comes_with_the_first_forward() -> None:
         for step in range(3):
             if step != 1:
                 model.module.later = None
-            for x in model.lanes([micro(step, lane) for lane in model.own_lanes], step):
+            for x in model.lanes([microbatch(step, lane) for lane in model.own_lanes], step):
                 plain(model, x, step, 0)
             model.zero_grad()
         later: torch.Tensor = model.module.later
@@ -723,16 +727,16 @@ def test_sums_that_may_still_be_sent_are_not_written_to() -> None:
         model = DDP(mlp(5, 6, 3), transport=transport, lanes=6)
 
         def step(number: int) -> None:
-            for x in model.lanes([micro(number, lane) for lane in model.own_lanes], number):
+            for x in model.lanes([microbatch(number, lane) for lane in model.own_lanes], number):
                 plain(model, x, number, 0)
             model.zero_grad()
 
         step(0)
-        used = len(model._core.lanes._free)
+        used = len(model._core.batch.lanes._free)
         if transport.rank == 0:
             with pytest.raises(PeerLost):  # the other has ended
                 step(1)
-            assert not model._core.lanes._free
+            assert not model._core.batch.lanes._free
         return used
 
     assert all(run(body, 2))
@@ -741,7 +745,7 @@ def test_sums_that_may_still_be_sent_are_not_written_to() -> None:
 def test_parameters_that_no_lane_has_used() -> None:
     def attempt(transport: Transport) -> None:
         model = DDP(Branches(), transport=transport, lanes=4, unused="error")
-        for lane, x in model.lanes([(lane, micro(0, lane)) for lane in model.own_lanes], 0):
+        for lane, x in model.lanes([(lane, microbatch(0, lane)) for lane in model.own_lanes], 0):
             of_branches(model, x, 0, lane)
 
     for size in (1, 2, 4):
@@ -757,7 +761,7 @@ def test_what_is_hardly_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     def body(transport: Transport) -> None:
         model = DDP(mlp(5, 3), transport=transport, lanes=4)
         for number in range(4):
-            for x in model.lanes([micro(0, lane) for lane in model.own_lanes], 7):
+            for x in model.lanes([microbatch(0, lane) for lane in model.own_lanes], 7):
                 plain(model, x, 0, 0)
                 if number > 1:
                     model.zero_grad()
@@ -774,8 +778,8 @@ def test_steps_that_may_repeat_and_gradients_that_were_used(caplog: pytest.LogCa
     def body(transport: Transport) -> None:
         model = DDP(mlp(5, 3), transport=transport, lanes=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        next(model.lanes([micro(0, lane) for lane in model.own_lanes], 0))  # given up, and made again
-        for lane, x in model.lanes([(lane, micro(0, lane)) for lane in model.own_lanes], 0):
+        next(model.lanes([microbatch(0, lane) for lane in model.own_lanes], 0))  # given up, and made again
+        for lane, x in model.lanes([(lane, microbatch(0, lane)) for lane in model.own_lanes], 0):
             plain(model, x, 0, lane)
             if lane == 1:
                 optimizer.step()
@@ -795,7 +799,7 @@ def test_votes_are_heard_by_all_in_the_same_step() -> None:
         model, heard = DDP(mlp(5, 3), transport=transport), []
         for step in range(3):
             model.vote(stop=step == transport.rank, save=step == 1, exhausted=transport.rank == 2)
-            plain(model, micro(step, transport.rank), step, 0)
+            plain(model, microbatch(step, transport.rank), step, 0)
             heard.append(model.votes)
         return heard
 
@@ -813,7 +817,7 @@ def test_a_rank_that_skips_counts_for_nothing() -> None:
         if transport.rank == 1:
             model.skip_batch()
         else:
-            plain(model, micro(0, transport.rank), 0, 0)
+            plain(model, microbatch(0, transport.rank), 0, 0)
         some = model.module[0].weight.grad.clone()
         model.zero_grad()
         model.skip_batch()
@@ -821,7 +825,19 @@ def test_a_rank_that_skips_counts_for_nothing() -> None:
 
     module: Any = mlp(5, 3)
     for rank in (0, 2):
-        (module(micro(0, rank)).square().mean() / 2).backward()
+        (module(microbatch(0, rank)).square().mean() / 2).backward()
     for some, none in run(body, 3):
         assert torch.allclose(some, module[0].weight.grad)
         assert none is None
+
+
+def test_a_refused_backward_outside_of_lanes_leaves_nothing_to_step_on() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(3, 4, 2), transport=transport, lanes=2)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(UsageError, match="no lane is running"):
+            model(torch.ones(2, 3)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+    run(body, 2)

@@ -11,7 +11,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from paceline.collectives import LocalTransport, Transport
 from paceline.collectives.threads import run
 from paceline.errors import UsageError
-from paceline.strategies.reduction import Wire
+from paceline.strategies.cast import Wire
 from tests.models import DDP, assert_close, draw, grads, mlp, values
 
 NARROW = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -42,8 +42,8 @@ def test_parameters_and_gradients_are_wide_and_equal_on_all_ranks() -> None:
         model = DDP(mlp(3, 3), transport=transport, mixed_precision=NARROW)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            for micro in range(2):
-                with model.no_sync() if micro == 0 else nullcontext():
+            for microbatch in range(2):
+                with model.no_sync() if microbatch == 0 else nullcontext():
                     model(draw(10 * step + transport.rank, 2, 3)).float().square().sum().backward()
             assert {p.dtype for p in model.parameters()} == {torch.float32}
             assert {g.dtype for g in grads(model).values() if g is not None} == {torch.float32}

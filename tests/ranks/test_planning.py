@@ -10,11 +10,12 @@ from torch import nn
 
 from paceline.bucket_plan import Plan, plan_boundaries
 from paceline.collectives import LocalTransport, Transport, run
+from paceline.collectives.protocols import Traits
+from paceline.collectives.reduction import Mean
 from paceline.collectives.threads import ThreadTransport
 from paceline.errors import SharedMemoryFull
 from paceline.reducer import planning
-from paceline.reducer.planning import PLAN_AT, PROBED_BYTES
-from paceline.strategies.reduction import Mean
+from paceline.reducer.planning import PLAN_AT, PROBED_BYTES, STOP_AT
 from tests.models import DDP, assert_close, draw, grads, mean_grads, mlp
 
 
@@ -97,7 +98,7 @@ def test_sizes_that_were_asked_for_rule() -> None:
 
 def test_a_reduction_that_may_keep_state_by_bucket_keeps_its_buckets() -> None:
     def body(transport: Transport) -> None:
-        model = DDP(net(), transport=transport, reduction=Mean(chains=True))
+        model = DDP(net(), transport=transport, reduction=Mean(multi_step=True))
         train(model, transport.rank, PLAN_AT + 1)
         assert model.bucket_plan is None
 
@@ -144,7 +145,8 @@ def test_a_rank_without_memory_for_the_probe_leaves_all_without_a_plan(
         return torch.zeros(numel, dtype=dtype, device=device)
 
     monkeypatch.setattr(ThreadTransport, "allocate", allocate)
-    monkeypatch.setattr(ThreadTransport, "inline", inline)
+    traits = Traits(progress_on_caller=inline, tree_sum=True, all_to_all=True)
+    monkeypatch.setattr(ThreadTransport, "traits", lambda *_: traits)
 
     def body(transport: Transport) -> tuple[tuple[int, ...], ...]:
         model, plain = DDP(net(), transport=transport, timeout=20), net()
@@ -164,7 +166,8 @@ def test_a_rank_without_memory_for_the_probe_leaves_all_without_a_plan(
 
 @pytest.mark.parametrize("inline", [False, True], ids=["beside", "inline"])
 def test_a_converted_module_is_planned_anew(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadTransport, "inline", inline)
+    traits = Traits(progress_on_caller=inline, tree_sum=True, all_to_all=True)
+    monkeypatch.setattr(ThreadTransport, "traits", lambda *_: traits)
 
     def body(transport: Transport) -> None:
         model = DDP(net(), transport=transport)
@@ -183,5 +186,17 @@ def test_a_converted_module_is_planned_anew(inline: bool, monkeypatch: pytest.Mo
         assert groups_of(model) == wide.groups
         expected = mean_grads(net().double(), lambda module, rank: module(draw(9 + rank, 4, 3).double()).sum(), 2)
         assert_close(grads(model.module), expected)
+
+    run(body, 2)
+
+
+def test_replicas_that_always_share_a_backward_stop_measuring() -> None:
+    def body(transport: Transport) -> None:
+        one, other = DDP(net(), transport=transport), DDP(net(), transport=transport)
+        for step in range(STOP_AT + 2):
+            x = draw(10 * step + transport.rank, 4, 3)
+            (one(x).sum() + other(x).sum()).backward()
+        assert one.bucket_plan is None, "the other one waits for its sums at the same time"
+        assert not (one._core.planning.measures or other._core.planning.measures)
 
     run(body, 2)

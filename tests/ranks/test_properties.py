@@ -83,12 +83,14 @@ def test_gradients_are_the_mean_in_rank_order(job: Job) -> None:
     widths=st.lists(st.integers(1, 9), min_size=2, max_size=5),
     size=st.integers(1, 4),
     cap=st.sampled_from([1e-6, 1e-4, 25]),
-    micros=st.integers(1, 3),
+    microbatches=st.integers(1, 3),
     learn=st.booleans(),
 )
-def test_any_mlp_accumulates_to_the_mean(widths: list[int], size: int, cap: float, micros: int, learn: bool) -> None:
-    def loss(model: nn.Module, rank: int, micro: int) -> torch.Tensor:
-        out: torch.Tensor = model(draw(10 * rank + micro, 3, widths[0])).square().sum()
+def test_any_mlp_accumulates_to_the_mean(
+    widths: list[int], size: int, cap: float, microbatches: int, learn: bool
+) -> None:
+    def loss(model: nn.Module, rank: int, microbatch: int) -> torch.Tensor:
+        out: torch.Tensor = model(draw(10 * rank + microbatch, 3, widths[0])).square().sum()
         return out
 
     def body(transport: Transport) -> Grads:
@@ -97,15 +99,15 @@ def test_any_mlp_accumulates_to_the_mean(widths: list[int], size: int, cap: floa
             loss(model, transport.rank, 0).backward()
             model.zero_grad()
         with model.no_sync():
-            for micro in range(micros - 1):
-                loss(model, transport.rank, micro).backward()
-        loss(model, transport.rank, micros - 1).backward()
+            for microbatch in range(microbatches - 1):
+                loss(model, transport.rank, microbatch).backward()
+        loss(model, transport.rank, microbatches - 1).backward()
         return grads(model)
 
     def all_micros(module: nn.Module, rank: int) -> torch.Tensor:
-        for micro in range(micros - 1):
-            loss(module, rank, micro).backward()
-        return loss(module, rank, micros - 1)
+        for microbatch in range(microbatches - 1):
+            loss(module, rank, microbatch).backward()
+        return loss(module, rank, microbatches - 1)
 
     expected = mean_grads(mlp(*widths), all_micros, size)
     for got in run(body, size):

@@ -175,9 +175,9 @@ def test_gradients_are_views_of_their_buckets_and_there_is_no_second_copy(set_to
             model.sync_gradients()
             homes.append(storages(model))
             optimizer.step()
-        assert len(model._core.set.layout.buckets) > 1
+        assert len(model._core.bucket_set.layout.buckets) > 1
         assert len(homes[-1]) == 1, "all buckets are cut from one piece of memory"
-        assert sum(homes[-1].values()) == model._core.set.layout.nbytes
+        assert sum(homes[-1].values()) == model._core.bucket_set.layout.nbytes
         assert homes[2] == homes[3], "the views are attached again, to the same memory"
 
     run(body, 2)
@@ -190,15 +190,15 @@ def test_a_world_of_one_needs_no_buckets_and_leaves_gradients_where_autograd_put
     for step in range(3):
         for net in (model, plain):
             net(batch(0, step)).sum().backward()
-        assert not model._core.set.laid
+        assert not model._core.bucket_set.allocated
         assert len(storages(model)) == 6
-        assert model._core.ledger.reductions == step + 1
+        assert model._core.step_state.reductions == step + 1
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
     model.zero_grad()
     with model.weight(3.0):
         model(batch(0)).sum().backward()
-    assert model._core.set.laid, "weights are applied on the way into a bucket"
+    assert model._core.bucket_set.allocated, "weights are applied on the way into a bucket"
 
 
 def test_accumulated_gradients_live_in_the_buckets_too() -> None:
@@ -209,7 +209,7 @@ def test_accumulated_gradients_live_in_the_buckets_too() -> None:
         with model.no_sync():
             for step in range(2):
                 model(batch(transport.rank, step)).sum().backward()
-                assert sum(storages(model).values()) == model._core.set.layout.nbytes
+                assert sum(storages(model).values()) == model._core.bucket_set.layout.nbytes
         before = storages(model)
         model(batch(transport.rank)).sum().backward()
         assert storages(model) == before
@@ -275,7 +275,7 @@ def test_every_rank_takes_up_the_order_that_rank_0_saw() -> None:
         seen = []
         for uses in ("abt" if transport.rank == 0 else "bta", "tab", "tab"):
             model(batch(0), uses).sum().backward()
-            seen.append(model._core.set.layout.order)
+            seen.append(model._core.bucket_set.layout.order)
         return seen
 
     first, second, third = run(body, 3)
@@ -306,7 +306,7 @@ def test_gradients_that_are_kept_move_to_the_new_order() -> None:
         model(batch(transport.rank)).sum().backward()
         before = grads(model)
         model(batch(transport.rank))  # a forward takes up the new order
-        assert model._core.set.layout.order == (0, 1, 2)
+        assert model._core.bucket_set.layout.order == (0, 1, 2)
         return before, grads(model)
 
     for before, after in run(body, 2):

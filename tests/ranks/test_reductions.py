@@ -1,6 +1,7 @@
 """Reductions other than the mean, against formulas in one process; all ranks have equal bits."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,17 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.collectives import LocalTransport, Op, Transport, Work, finish
-from paceline.collectives.reduction import GradBucket, Reduction
+from paceline.collectives.protocols import Traits
+from paceline.collectives.reduction import GradBucket, Mean, Reduction
 from paceline.collectives.threads import run
-from paceline.collectives.tree import tree_sum
+from paceline.collectives.tree_sum import tree_sum
 from paceline.errors import PeerLost, UsageError
 from paceline.layout import BucketCaps, ParamMeta, plan_layout
+from paceline.strategies.cast import Wide, Wire
 from paceline.strategies.fixed_order import FixedOrder
 from paceline.strategies.names import NAMES, by_name
 from paceline.strategies.power_sgd import PowerSGD
-from paceline.strategies.reduction import Mean, Wire
 from paceline.strategies.top_k import TopK
-from paceline.strategies.wide import Wide
 from tests.models import DDP, GPT, Grads, assert_same_bits, draw, grads, mlp, seeded, tokens, values
 
 Tensors = list[torch.Tensor]
@@ -39,7 +40,7 @@ def reduce(
         view.copy_(gradient * scale)
     flight = reduction(GradBucket(0, flat, views, params, last=True), transport)
     finish(flight.work, what="a bucket", watch=transport.watch, timeout_s=20)
-    result = flight.land()
+    result = flight.result()
     if result is not None:
         flat.copy_(result)
     return [view.clone() for view in views]
@@ -122,7 +123,7 @@ def test_rows_of_sparse_gradients_are_added_in_order_too(nothing: bool) -> None:
         own = rows_of(transport.rank)
         flight = FixedOrder()(GradBucket(0, own, [own], params_like((9, 2)), last=True), transport)
         finish(flight.work, what="a bucket", watch=transport.watch, timeout_s=20)
-        result = flight.land()
+        result = flight.result()
         assert result is not None and result.is_sparse
         return [result.to_dense()]
 
@@ -155,8 +156,8 @@ class Averaging(LocalTransport):
         super().__init__()
         self.asked: list[tuple[Op, torch.dtype]] = []
 
-    def averages(self, device: torch.device) -> bool:
-        return True
+    def traits(self, device: torch.device) -> Traits:
+        return replace(super().traits(device), native_mean=True)
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
         self.asked.append((op, flat.dtype))
@@ -446,8 +447,8 @@ def test_after_an_interrupt_a_reduction_starts_no_further_collective() -> None:
             with pytest.raises(PeerLost):
                 model(draw(1, 4, 3)).sum().backward()
             return
-        exchange, before = own.exchange, own._started
-        own.exchange = lambda out, flat: InterruptedOnce(exchange(out, flat))
+        all_to_all, before = own.all_to_all, own._started
+        own.all_to_all = lambda out, flat: InterruptedOnce(all_to_all(out, flat))
         with pytest.raises(KeyboardInterrupt):
             model(draw(0, 4, 3)).sum().backward()
         assert own._started == before + 1

@@ -142,8 +142,8 @@ class Counting:
         self._inner = inner
         self._calls = calls
 
-    def apart(self, timeout_s: float | None = None) -> "Counting":
-        return Counting(self._inner.apart(), self._calls)
+    def dup(self, timeout_s: float | None = None) -> "Counting":
+        return Counting(self._inner.dup(), self._calls)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("all_reduce", "broadcast", "all_gather"):

@@ -1,4 +1,4 @@
-"""weight(n): the exact mean over all tokens of all ranks and micros."""
+"""weight(n): the exact mean over all tokens of all ranks and microbatches."""
 
 import re
 from typing import Any
@@ -11,20 +11,23 @@ from paceline.collectives.threads import run
 from paceline.errors import CollectiveMismatch, UnreducedGradients, UsageError
 from tests.models import DDP, Branches, Grads, assert_close, assert_same_bits, draw, grads, mlp
 
-COUNTS = [[5, 1], [2, 7], [3, 3]]  # tokens of each micro on each rank
+COUNTS = [[5, 1], [2, 7], [3, 3]]  # tokens of each microbatch on each rank
 
 
-def tokens(rank: int, micro: int, counts: list[list[int]] = COUNTS) -> torch.Tensor:
-    return draw(100 * micro + rank, counts[rank][micro], 3)
+def tokens(rank: int, microbatch: int, counts: list[list[int]] = COUNTS) -> torch.Tensor:
+    return draw(100 * microbatch + rank, counts[rank][microbatch], 3)
 
 
 def loss(model: Any, x: torch.Tensor) -> Any:
     return model(x).square().sum(1).mean()
 
 
-def all_tokens(size: int = 3, micros: int = 2, counts: list[list[int]] = COUNTS) -> Grads:
+def all_tokens(size: int = 3, microbatches: int = 2, counts: list[list[int]] = COUNTS) -> Grads:
     alone = mlp(3, 4, 2)
-    loss(alone, torch.cat([tokens(rank, micro, counts) for rank in range(size) for micro in range(micros)])).backward()
+    loss(
+        alone,
+        torch.cat([tokens(rank, microbatch, counts) for rank in range(size) for microbatch in range(microbatches)]),
+    ).backward()
     return grads(alone)
 
 
@@ -43,9 +46,9 @@ def test_the_mean_is_over_tokens_not_over_ranks(settings: str) -> None:
         results = []
         for _ in range(3):
             model.zero_grad()
-            for micro in range(2):
-                x = tokens(transport.rank, micro)
-                model.require_backward_grad_sync = micro == 1
+            for microbatch in range(2):
+                x = tokens(transport.rank, microbatch)
+                model.require_backward_grad_sync = microbatch == 1
                 with model.weight(len(x)):
                     loss(model, x).backward()
             if settings == "explicit":
@@ -64,8 +67,8 @@ def test_what_was_accumulated_may_be_reduced_afterwards() -> None:
     def body(transport: Transport) -> Grads:
         model = DDP(mlp(3, 4, 2), transport=transport)
         with model.no_sync():
-            for micro in range(2):
-                x = tokens(transport.rank, micro)
+            for microbatch in range(2):
+                x = tokens(transport.rank, microbatch)
                 with model.weight(len(x)):
                     loss(model, x).backward()
         model.sync_gradients()
@@ -193,7 +196,7 @@ def test_old_gradients_are_refused() -> None:
 
 @pytest.mark.parametrize("weighted", [(True, False), (False, True)])
 def test_micros_inside_and_outside_of_one_step_are_refused_on_every_rank(weighted: tuple[bool, bool]) -> None:
-    def micro(model: Any, inside: bool) -> None:
+    def microbatch(model: Any, inside: bool) -> None:
         if inside:
             with model.weight(2):
                 loss(model, draw(0, 2, 3)).backward()
@@ -203,14 +206,14 @@ def test_micros_inside_and_outside_of_one_step_are_refused_on_every_rank(weighte
     def body(transport: Transport) -> str:
         model = DDP(mlp(3, 2), transport=transport)
         with pytest.raises(CollectiveMismatch) as caught:
-            micro(model, weighted[transport.rank])
+            microbatch(model, weighted[transport.rank])
         model.zero_grad()
-        micro(model, True)  # together again
+        microbatch(model, True)  # together again
         return str(caught.value)
 
     first, second = run(body, 2)
     assert first == second
-    assert "put every micro of a step, on every rank, inside weight()" in first
+    assert "put every microbatch of a step, on every rank, inside weight()" in first
 
 
 def test_a_weighted_micro_before_a_plain_one_is_refused() -> None:

@@ -10,10 +10,10 @@ PUBLIC = [
     "Checkpointer",
     "DistributedDataParallel",
     "DistributedSampler",
-    "Ledger",
     "Loader",
     "NoCheckpoint",
     "Preemption",
+    "SampleLog",
     "World",
     "all_gather",
     "all_reduce",
@@ -48,3 +48,8 @@ def test_core_needs_torch_alone() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_dir_offers_can_be_had() -> None:
+    for name in dir(paceline):
+        assert getattr(paceline, name) is not None

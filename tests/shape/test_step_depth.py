@@ -14,8 +14,8 @@ from tests.models import DDP, mlp
 HOME = Path(paceline.__file__).parent
 FRAMES = [
     ("reducer/reducer.py", "on_grad_ready"),
-    ("reducer/reducer.py", "_launch"),
-    ("strategies/reduction.py", "__call__"),
+    ("reducer/buckets.py", "launch"),
+    ("collectives/reduction.py", "__call__"),
 ]
 
 
@@ -29,7 +29,7 @@ class Looking:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def apart(self, timeout_s: float | None = None) -> "Looking":
+    def dup(self, timeout_s: float | None = None) -> "Looking":
         return self
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:

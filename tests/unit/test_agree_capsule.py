@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from paceline.agree import Capsule, read_capsule, write_capsule
+from paceline.agree.capsule import Capsule, read_capsule, write_capsule
 from paceline.errors import CapsuleDamaged, UsageError
 
 

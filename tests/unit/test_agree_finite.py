@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.agree import first_not_finite
-from paceline.agree.finite import OWN, SUM, FiniteCheck, all_finite, numbers_of
+from paceline.agree.finite import OWN, SUM, FiniteCheck, all_finite, first_not_finite, numbers_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e5m2]
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.agree import Piece, Rotation, word_of
-from paceline.agree.homes import homes_in
-from paceline.agree.rotation import ALIGN_BYTES, Gone, cut
+from paceline.agree.drift import element_index, overwrite
+from paceline.agree.state_digest import Piece, Rotation, StateReplaced, state_digest
+from paceline.agree.state_parts import ALIGN_BYTES, cut, optimizer_tensors
 from paceline.errors import UsageError
 
 
@@ -62,7 +62,7 @@ def test_what_stands_in_a_place_is_followed_until_it_is_something_else() -> None
     assert [piece.tensor is fresh for piece in rotation.part(0)] == [False, True]
     for other in (torch.ones(99), torch.ones(100, dtype=torch.float64), None):
         place["moment"] = other
-        with pytest.raises(Gone, match="moment"):
+        with pytest.raises(StateReplaced, match="moment"):
             rotation.part(1)
         assert [piece.name for piece in rotation.whole()] == ["w"]
 
@@ -71,16 +71,16 @@ def test_places_in_an_optimizer_keep_nothing_of_it_alive() -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([param, nn.Parameter(torch.ones(3))], lr=0.1)
     state = optimizer.state[param] = {"d": torch.ones(3), "old": [torch.ones(3)], "steps": 3}
-    homes = dict(homes_in(weakref.ref(optimizer), {id(param): "w"}))
-    assert list(homes) == ["d of w", "old.0 of w"]
-    assert homes["d of w"](True) is state["d"]
-    assert homes["old.0 of w"](False) is state["old"][0]
+    located = dict(optimizer_tensors(weakref.ref(optimizer), {id(param): "w"}))
+    assert list(located) == ["d of w", "old.0 of w"]
+    assert located["d of w"](True) is state["d"]
+    assert located["old.0 of w"](False) is state["old"][0]
     state["old"].clear()
-    assert homes["old.0 of w"](False) is None
+    assert located["old.0 of w"](False) is None
     ref = weakref.ref(state["d"])
     del optimizer, state
     assert ref() is None
-    assert homes["d of w"](True) is None
+    assert located["d of w"](True) is None
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
@@ -97,23 +97,23 @@ def test_pieces_are_counted_in_rows_whatever_the_strides(dtype: torch.dtype) -> 
     for begin, end in ((0, 120), (7, 8), (29, 61), (119, 120), (30, 30)):
         ours, theirs = Piece("x", plain, begin, end), Piece("x", strided, begin, end)
         assert torch.equal(ours.flat(), theirs.flat())
-        assert word_of([ours.flat()]) == word_of([theirs.flat()])
+        assert state_digest([ours.flat()]) == state_digest([theirs.flat()])
         source = Piece("x", torch.zeros_like(plain), begin, end)
         target = strided.clone()
-        Piece("x", target, begin, end).write(source.flat())
+        overwrite(Piece("x", target, begin, end), source.flat())
         expected = plain.clone()
         expected.view(-1)[begin:end] = 0
         assert torch.equal(target, expected)
         assert target.stride() == strided.stride()
-    assert Piece("x", plain, 29, 61).index(2) == (1, 0, 1)
-    assert Piece("x", torch.tensor(1.0), 0, 1).index(0) == ()
+    assert element_index(Piece("x", plain, 29, 61), 2) == (1, 0, 1)
+    assert element_index(Piece("x", torch.tensor(1.0), 0, 1), 0) == ()
 
 
 def test_writing_keeps_the_bits_of_a_nan() -> None:
     odd = torch.tensor([0x7FA00001, 0x7F800001], dtype=torch.int32).view(torch.float32)
     target = torch.zeros(4, 2)
-    Piece("x", target, 2, 4).write(odd)
+    overwrite(Piece("x", target, 2, 4), odd)
     assert target.view(torch.int32)[1].tolist() == [0x7FA00001, 0x7F800001]
     strided = torch.zeros(2, 4).t()
-    Piece("x", strided, 2, 4).write(odd)
+    overwrite(Piece("x", strided, 2, 4), odd)
     assert strided.contiguous().view(torch.int32)[1].tolist() == [0x7FA00001, 0x7F800001]

@@ -49,7 +49,7 @@ def test_what_is_loaded_stays_and_what_is_imported_later_is_the_other_ones(other
     code = """
 import sys
 from paceline.bench.checkout import import_from
-from paceline.bench.spec import MachinerySpec
+from paceline.bench.machinery import MachinerySpec
 
 import_from(sys.argv[1])
 import paceline

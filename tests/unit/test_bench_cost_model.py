@@ -1,8 +1,16 @@
 """The model of all-reduce, and its fit."""
 
-import pytest
+import json
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from paceline.bench.cost_model import (
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.allreduce_model import (
     FORECASTS,
     HALVING_DOUBLING,
     RING,
@@ -11,10 +19,21 @@ from paceline.bench.cost_model import (
     Hosts,
     Link,
     crowding,
+    fit_two,
     seconds,
 )
-from paceline.bench.cost_study import FORECAST_RANKS, fit_contender, forecast
-from paceline.bench.spec import CostModelSpec
+from benchmarks.cost_model import (
+    COMMAND,
+    FORECAST_RANKS,
+    CostModelReport,
+    CostModelSpec,
+    cost_tables,
+    fit_contender,
+    forecast,
+)
+from paceline.bench.results import Circumstances
+from paceline.bench.tables import render
+from paceline.errors import UsageError
 
 FAST = Link(1e-6, 1e-10)
 NETWORK = Link(10e-6, 1e-9)
@@ -84,3 +103,49 @@ def test_the_fit_finds_alpha_and_beta_and_predicts_points_it_has_not_seen() -> N
     fitted = {(point.ranks, point.nbytes) for point in points if point.fitted}
     assert fitted == {(ranks, nbytes) for ranks in (2, 4) for nbytes in (1 << 14, 1 << 18, 1 << 22)}
     assert len(points) == len(measured)
+
+
+@given(st.floats(1e-7, 1e-3), st.floats(1e-12, 1e-8))
+def test_two_terms_are_found_again(alpha: float, beta: float) -> None:
+    rows = [(u, v, alpha * u + beta * v) for u, v in [(2.0, 1e3), (4.0, 1e5), (2.0, 1e7), (6.0, 1e8)]]
+    found_alpha, found_beta = fit_two(rows)
+    for u, v, t in rows:
+        assert found_alpha * u + found_beta * v == pytest.approx(t, rel=1e-3)
+
+
+def test_neither_term_becomes_negative() -> None:
+    # More bytes took less time: only messages can explain something.
+    assert fit_two([(2.0, 1e3, 2.0), (2.0, 1e6, 1.0)])[1] == 0.0
+    alpha, beta = fit_two([(1.0, 10.0, 1.0), (2.0, 10.0, 1.0)])
+    assert alpha == 0.0
+    assert beta == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("settings", [{"fit_ranks": "1,2"}, {"sizes": "4KiB,8KiB"}, {"rounds": 0}])
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        CostModelSpec(**settings)
+
+
+def cost_report() -> CostModelReport:
+    spec = CostModelSpec()
+    measured = [
+        (ranks, 1 << power, 1e-4 * ranks + 2.0**power / 1e9) for ranks in (2, 3, 4) for power in (14, 16, 18, 20)
+    ]
+    fit, points = fit_contender("gloo", RING, measured, spec, 2)
+    return CostModelReport(
+        asdict(spec), Circumstances.now(), [fit], points, forecast(spec, Link(1e-6, 1e-10)), ["links are equal"]
+    )
+
+
+def test_the_tables_show_the_fit_the_points_and_the_forecast() -> None:
+    text = "\n".join(render(table) for table in cost_tables(cost_report()))
+    assert "10,000" in text and "assumed: links are equal" in text and "checked" in text and "fitted" in text
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="charts need matplotlib")
+@pytest.mark.usefixtures("fonts")
+def test_the_chart_is_drawn_from_json(tmp_path: Path) -> None:
+    COMMAND.chart(json.loads(json.dumps(asdict(cost_report())))).savefig(tmp_path / "chart.png")
+    data = (tmp_path / "chart.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 10_000

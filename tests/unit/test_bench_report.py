@@ -8,66 +8,46 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import chart, hooks, machinery
-from paceline.bench.allreduce import run_allreduce
-from paceline.bench.commands import COMMANDS, conduct, exit_code
-from paceline.bench.cost_model import RING, Link
-from paceline.bench.cost_study import fit_contender, forecast
-from paceline.bench.figures import Ratio
-from paceline.bench.own_study import agreement_report, lanes_report
-from paceline.bench.report import (
-    AgreementReport,
-    AllReduceReport,
-    AllReduceRow,
-    Circumstances,
-    ContenderResult,
-    CostModelReport,
-    HooksReport,
-    HooksRow,
-    LanesReport,
-    MachineryReport,
-    MachineryResult,
-    SeriesReport,
-    StepReport,
-    write_json,
-)
-from paceline.bench.spec import (
-    AgreementSpec,
-    AllReduceSpec,
-    CostModelSpec,
-    HooksSpec,
-    LanesSpec,
-    MachinerySpec,
-    RanksSpec,
-    StepSpec,
-)
-from paceline.bench.steps import compare, count_parameters
-from paceline.bench.study_tables import (
-    agreement_tables,
-    cost_tables,
-    hooks_tables,
-    lanes_tables,
-    machinery_tables,
-    series_tables,
-)
-from paceline.bench.tables import allreduce_tables, render, step_tables
+from benchmarks import hooks_cost
+from benchmarks.agreement_cost import AgreementReport, AgreementSpec, agreement_report, agreement_tables
+from benchmarks.draw import CHARTS, draw
+from benchmarks.hooks_cost import HooksReport, HooksRow, HooksSpec, hooks_tables
+from benchmarks.lanes_cost import LanesReport, LanesSpec, lanes_report, lanes_tables
+from paceline.bench import machinery
+from paceline.bench.allreduce import AllReduceReport, AllReduceRow, AllReduceSpec, allreduce_tables, run_allreduce
+from paceline.bench.command import conduct, exit_code
+from paceline.bench.commands import COMMANDS
+from paceline.bench.machinery import MachineryReport, MachineryResult, MachinerySpec, machinery_tables
+from paceline.bench.results import Circumstances, dump_json, write_json
+from paceline.bench.series import RanksSpec, SeriesReport, series_tables
+from paceline.bench.spec import StepSpec
+from paceline.bench.statistics import Ratio
+from paceline.bench.step_comparison import ContenderResult, StepComparison, compare
+from paceline.bench.step_report import step_tables
+from paceline.bench.tables import render
 from paceline.errors import UsageError
-from paceline.memory_plan import files
+from paceline.memory_plan import chart as plan_chart
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="charts need matplotlib")
 
 
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
+STORED = sorted(PEERS.parent.glob("*.json"))
+FUSION, TENSORFLOW = f"{PEERS}/horovod_fusion.py:fusion", f"{PEERS}/tensorflow_mirrored.py:tensorflow"
+MPI, FABRIC = f"{PEERS}/mpi.py:mpi4py", f"{PEERS}/clients.py:fabric"
+
+
 def result(label: str, ms: float, losses: list[float], **more: Any) -> ContenderResult:
     samples = [[ms / 1e3, ms / 1e3 * 1.02], [ms / 1e3 * 0.98]]
-    made = ContenderResult(label, f"about {label}", "ok", 2, samples_s=samples, losses=losses)
+    made = ContenderResult(label, f"about {label}", ranks=2, samples_s=samples, losses=losses)
     made.median_s, made.p10_s, made.p90_s = ms / 1e3, ms / 1e3 * 0.98, ms / 1e3 * 1.02
     for name, value in more.items():
         setattr(made, name, value)
     return made
 
 
-def report() -> StepReport:
-    spec = StepSpec(contenders=("floor", "paceline", "torch", "fusion", "tensorflow", "mpi4py", "fabric"))
+def report() -> StepComparison:
+    spec = StepSpec(contenders=("floor", "paceline", "torch", FUSION, TENSORFLOW, MPI, FABRIC))
     same = [8.3, 8.2, 8.1]
     contenders = [
         result("floor", 70.0, [8.3, 8.0, 7.5], replicas_equal=False),
@@ -86,17 +66,19 @@ def report() -> StepReport:
             peak_bytes_per_parameter=17.3,
         ),
         result("torch", 97.0, same, replicas_equal=True, communication_s=0.06, overlap_from="alone"),
-        result("fusion", 50.0, [8.3, 8.25, 8.15], replicas_equal=False),
-        result("tensorflow", 300.0, [9.0, 9.0, 9.0]),
-        ContenderResult("mpi4py", "", "not installed", 2, "mpi4py: pip install 'paceline[peers]'"),
-        ContenderResult("fabric", "", "failed", 2, "rank 1: ValueError: no", log="line a\nline b"),
+        result(FUSION, 50.0, [8.3, 8.25, 8.15], replicas_equal=False),
+        result(TENSORFLOW, 300.0, [9.0, 9.0, 9.0]),
+        ContenderResult(MPI, "", "not installed", "mpi4py: pip install 'paceline[peers]'"),
+        ContenderResult(FABRIC, "", "failed", "rank 1: ValueError: no", log="line a\nline b"),
     ]
-    made = StepReport(asdict(spec), Circumstances.now(), *count_parameters(spec), contenders)
+    made = StepComparison(
+        asdict(spec), Circumstances.now(), spec.shape.parameters, spec.shape.gradient_bytes, contenders
+    )
     compare(made)
     return made
 
 
-def found(made: StepReport, label: str) -> ContenderResult:
+def found(made: StepComparison, label: str) -> ContenderResult:
     return next(each for each in made.contenders if each.label == label)
 
 
@@ -106,7 +88,6 @@ def test_ratios_and_time_above_the_floor() -> None:
     assert ours.to_torch is not None and ours.to_torch.value == pytest.approx(75 / 97)
     assert ours.to_floor is not None and ours.to_floor.value == pytest.approx(75 / 70)
     assert ours.above_floor_s == pytest.approx(0.005)
-    assert ours.above_floor_to_torch == pytest.approx(5 / 27)
     assert ours.overlap == 0.8, "paceline's own trace is kept"
     assert theirs.overlap == pytest.approx(1 - 27 / 60)
     assert theirs.to_torch is not None and theirs.to_torch.value == 1.0
@@ -116,7 +97,7 @@ def test_a_contender_that_computes_something_else_is_seen() -> None:
     made = report()
     assert found(made, "paceline").agrees is True
     assert found(made, "paceline").loss_difference == 0.0
-    assert found(made, "fusion").agrees is False
+    assert found(made, FUSION).agrees is False
     assert exit_code(made) == 1
     text = render(step_tables(made)[0])
     assert "NO (replicas differ)" in text
@@ -124,13 +105,13 @@ def test_a_contender_that_computes_something_else_is_seen() -> None:
 
 def test_equal_losses_of_unequal_replicas_do_not_agree() -> None:
     made = report()
-    bad = found(made, "fusion")
+    bad = found(made, FUSION)
     bad.losses = found(made, "torch").losses
     compare(made)
     assert bad.agrees is False
 
 
-@pytest.mark.parametrize("label", ["floor", "tensorflow"])
+@pytest.mark.parametrize("label", ["floor", TENSORFLOW])
 def test_what_cannot_agree_is_not_compared(label: str) -> None:
     assert found(report(), label).agrees is None
 
@@ -163,7 +144,7 @@ def test_the_json_has_hardware_versions_date_command_and_every_sample(tmp_path: 
     made = report()
     write_json(made, tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text())
-    assert data["schema"] == "paceline-bench-step/2"
+    assert data["schema"] == "paceline-bench-step/3"
     assert data.keys() == {"schema", "spec", "circumstances", "parameters", "gradient_bytes", "contenders"}
     where = data["circumstances"]
     assert where.keys() == {"date", "command", "hardware", "versions"}
@@ -176,13 +157,39 @@ def test_the_json_has_hardware_versions_date_command_and_every_sample(tmp_path: 
     assert StepSpec(**{**data["spec"], "contenders": tuple(data["spec"]["contenders"])}).model == "gpt-5m"
 
 
+def test_json_has_one_line_per_array_of_samples() -> None:
+    rounds = [[0.1, 1e-9, 3.0], [0.25]] * 20
+    value: dict[str, Any] = {
+        "samples_s": rounds,
+        "by_count": {250: [[0.5]]},
+        "text": 'a "quoted" é\n',
+        "nothing": None,
+        "empty": [[], {}],
+        "points": [(1, {"ok": True})],
+    }
+    text = dump_json(value)
+    assert json.loads(text) == json.loads(json.dumps(value))
+    assert f'\n "samples_s": {json.dumps(rounds)},\n' in text
+    assert text.count("\n") == 2 + len(value)
+    made = dump_json(asdict(report()))
+    assert json.loads(made) == json.loads(json.dumps(asdict(report()) | {"circumstances": None})) | {
+        "circumstances": json.loads(made)["circumstances"]
+    }
+
+
+def test_stored_results_have_one_line_per_array_of_samples() -> None:
+    assert STORED
+    for file in STORED:
+        text = file.read_text()
+        assert dump_json(json.loads(text)) == text, file.name
+
+
 def allreduce_report() -> AllReduceReport:
     rows = [
-        AllReduceRow(label, nbytes, [[took]], took, took * 0.9, took * 1.2, nbytes / took, {})
+        AllReduceRow(label, nbytes, [[took]], took, took * 0.9, took * 1.2)
         for nbytes in (4096, 65536, 1 << 20)
         for label, took in (("paceline", 1e-5 + nbytes / 6e9), ("gloo", 3e-4 + nbytes / 1.2e9))
     ]
-    rows[0].speedup["gloo"] = 5.0
     return AllReduceReport(asdict(AllReduceSpec()), Circumstances.now(), rows, {"mpi": "not installed"}, "ShmTransport")
 
 
@@ -238,24 +245,15 @@ def test_without_the_bare_model_there_are_times_alone() -> None:
     assert "–" in render(machinery_tables(made)[0])
 
 
-def cost_report() -> CostModelReport:
-    spec = CostModelSpec()
-    measured = [
-        (ranks, 1 << power, 1e-4 * ranks + 2.0**power / 1e9) for ranks in (2, 3, 4) for power in (14, 16, 18, 20)
-    ]
-    fit, points = fit_contender("gloo", RING, measured, spec, 2)
-    return CostModelReport(
-        asdict(spec), Circumstances.now(), [fit], points, forecast(spec, Link(1e-6, 1e-10)), ["links are equal"]
-    )
-
-
 def series_report() -> SeriesReport:
     return SeriesReport(asdict(RanksSpec()), Circumstances.now(), "ranks", [(1, report()), (2, report())])
 
 
-def of_ourselves(spec: StepSpec, times: dict[str, float], **more: Any) -> StepReport:
+def of_ourselves(spec: StepSpec, times: dict[str, float], **more: Any) -> StepComparison:
     contenders = [result(label, ms, [8.0], peak_bytes=int(1e8), **more) for label, ms in times.items()]
-    return StepReport(asdict(spec), Circumstances.now(), *count_parameters(spec), contenders)
+    return StepComparison(
+        asdict(spec), Circumstances.now(), spec.shape.parameters, spec.shape.gradient_bytes, contenders
+    )
 
 
 def lanes_made() -> LanesReport:
@@ -307,11 +305,9 @@ def test_the_other_tables() -> None:
     assert "mpi: not installed" in text
     text = render(hooks_tables(hooks_report())[0])
     assert " met" in text and "NOT met" in text and "torch@1: failed" in text
-    assert hooks.TARGET_S == 5e-6
+    assert hooks_cost.TARGET_S == 5e-6
     row = next(line for line in text.splitlines() if line.startswith("paceline") and line.split()[1] == "2")
     assert "step of 1,000 ms" in text and row.split()[-4:] == ["9.00", "5.00", "0.750", "0.70–0.81"]
-    text = "\n".join(render(table) for table in cost_tables(cost_report()))
-    assert "10,000" in text and "assumed: links are equal" in text and "checked" in text and "fitted" in text
     text = render(series_tables(series_report())[0])
     assert "paceline × torch" in text and "fabric at 2: failed" in text and "DIFFER" in text
 
@@ -319,30 +315,38 @@ def test_the_other_tables() -> None:
 @needs_matplotlib
 @pytest.mark.usefixtures("fonts")
 @pytest.mark.parametrize(
-    "make",
+    ("name", "make"),
     [
-        report,
-        allreduce_report,
-        hooks_report,
-        machinery_report,
-        cost_report,
-        series_report,
-        lanes_made,
-        agreement_made,
+        ("step", report),
+        ("allreduce", allreduce_report),
+        ("hooks", hooks_report),
+        ("machinery", machinery_report),
+        ("ranks", series_report),
+        ("lanes", lanes_made),
+        ("agreement", agreement_made),
     ],
 )
-def test_a_chart_is_drawn_from_json(make: Any, tmp_path: Path) -> None:
-    chart.draw(json.loads(json.dumps(asdict(make()))), tmp_path / "chart.png")
+def test_a_chart_is_drawn_from_json(name: str, make: Any, tmp_path: Path) -> None:
+    CHARTS[name](json.loads(json.dumps(asdict(make())))).savefig(tmp_path / "chart.png")
     data = (tmp_path / "chart.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
+
+
+@needs_matplotlib
+@pytest.mark.usefixtures("fonts")
+@pytest.mark.parametrize("kind", sorted(CHARTS.keys() - {"accumulate", "ranks"}))
+def test_stored_results_can_be_drawn_again(kind: str, tmp_path: Path) -> None:
+    stored = [file for file in STORED if f'"schema": "paceline-bench-{kind}/' in file.read_text()]
+    draw(stored[0], tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
         ({"json_file": Path("no/such/report.json")}, "json='no/such/report.json': .* there is no no/such"),
-        ({"json_file": Path("/")}, "json='/': expected a file, this is a folder"),
+        ({"json_file": Path("/")}, "json='/': expected a file, but this is a folder"),
         ({"png_file": Path("no/such/chart.png")}, "png='no/such/chart.png': .* there is no no/such"),
         ({"png_file": Path("chart.foo")}, r"png='chart.foo': expected a file that ends in .png, .svg, .pdf"),
         ({"png_file": Path("chart.png")}, r"pip install 'paceline\[bench\]'"),
@@ -351,10 +355,10 @@ def test_a_chart_is_drawn_from_json(make: Any, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_made_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: dict[str, Path], words: str
 ) -> None:
-    monkeypatch.setattr(files, "find_spec", lambda _: None)
+    monkeypatch.setattr(plan_chart, "find_spec", lambda _: None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=words):
-        conduct(COMMANDS[0], {}, lambda _: pytest.fail("something was started"), **asked)
+        conduct(COMMANDS["step"], {}, lambda _: pytest.fail("something was started"), **asked)
     assert not list(tmp_path.iterdir())
 
 

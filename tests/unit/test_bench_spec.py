@@ -1,41 +1,32 @@
 """Settings of measurements, and the model that they name."""
 
-import json
-from dataclasses import asdict, fields
+import pickle
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.agreement_cost import AgreementSpec
+from benchmarks.hooks_cost import HooksSpec
+from benchmarks.lanes_cost import LanesSpec
+from paceline.bench.allreduce import AllReduceSpec
 from paceline.bench.commands import COMMANDS
-from paceline.bench.contenders import CONTENDERS, ContenderName, find_contender, label_each
-from paceline.bench.model import GPT, build_model, global_batches, rank_batches
-from paceline.bench.spec import (
-    MODELS,
-    AccumulateSpec,
-    AgreementSpec,
-    AllReduceSpec,
-    CostModelSpec,
-    HooksSpec,
-    LanesSpec,
-    MachinerySpec,
-    RanksSpec,
-    StepSpec,
-    from_json,
-    parse_bytes,
-    parse_sizes,
-    show_count,
-)
-from paceline.bench.steps import count_parameters
+from paceline.bench.contenders import CONTENDERS, ContenderName, find_contender, label_each, short_label
+from paceline.bench.gpt import BenchGPT, build_model, global_batches, rank_batches
+from paceline.bench.machinery import MachinerySpec
+from paceline.bench.series import AccumulateSpec, RanksSpec
+from paceline.bench.spec import MODELS, StepSpec, parse_sizes
 from paceline.errors import UsageError
-from paceline.memory_plan.numbers import show_bytes
+from paceline.memory_plan.numbers import show_bytes, show_count
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("text", "count"), [("4KiB", 4096), ("1 MiB", 1 << 20), ("16", 16), ("2gib", 2 << 30)])
 def test_sizes_are_read(text: str, count: int) -> None:
-    assert parse_bytes(text.replace(" ", "")) == count
+    assert parse_sizes(text) == (count,)
 
 
 def test_ranges_of_sizes() -> None:
@@ -44,7 +35,7 @@ def test_ranges_of_sizes() -> None:
     assert parse_sizes("1MiB,4KiB") == (4096, 1 << 20)
 
 
-@pytest.mark.parametrize("text", ["", "x", "-4", "3", "4MB", "8KiB..4KiB", "1.5KiB"])
+@pytest.mark.parametrize("text", ["", "x", "-4", "3", "4QB", "8KiB..4KiB", "5B..4KiB"])
 def test_wrong_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected"):
         parse_sizes(text)
@@ -59,7 +50,7 @@ def test_numbers_are_shown_short() -> None:
         "25 MiB",
         "3 GiB",
     ]
-    assert [show_count(count) for count in (30080, 5_300_000)] == ["30,080", "5.3 M"]
+    assert [show_count(count) for count in (30080, 5_300_000)] == ["30.1 K", "5.3 M"]
 
 
 def test_a_contender_may_carry_arguments() -> None:
@@ -72,12 +63,12 @@ def test_a_contender_may_carry_arguments() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "gpt-9"}, "model must be one of gpt-tiny, gpt-5m"),
-        ({"device": "tpu"}, "device must be one of cpu, cuda"),
-        ({"zero_grad": "maybe"}, "zero_grad must be one of none, zero"),
-        ({"ranks": 0}, "ranks must be above 0, got 0"),
-        ({"steps": 0}, "steps must be above 0"),
-        ({"warmup": -1}, "must not be negative"),
+        ({"model": "gpt-9"}, "model='gpt-9': expected one of gpt-tiny, gpt-5m"),
+        ({"device": "tpu"}, "device='tpu': expected one of cpu, cuda"),
+        ({"zero_grad": "maybe"}, "zero_grad='maybe': expected one of none, zero"),
+        ({"ranks": 0}, "ranks=0: expected at least 1"),
+        ({"steps": 0.5}, "steps=0.5: expected a whole number"),
+        ({"warmup": -1}, "warmup=-1: expected at least 0"),
         ({"contenders": ("torch", "torch", "torch")}, "each once, or twice for an A/A row"),
         ({"contenders": ()}, "one or more contenders"),
     ],
@@ -103,8 +94,6 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         (MachinerySpec, {"contenders": ("bare", "fsdp2")}),
         (MachinerySpec, {"rounds": 0}),
         (MachinerySpec, {"model": "gpt-9"}),
-        (CostModelSpec, {"fit_ranks": "1,2"}),
-        (CostModelSpec, {"sizes": "4KiB,8KiB"}),
     ],
 )
 def test_settings_of_other_measurements_are_checked_too(kind: type[Any], settings: dict[str, Any]) -> None:
@@ -129,6 +118,40 @@ def test_a_contender_may_come_from_another_checkout() -> None:
         find_contender("paceline@")
 
 
+def test_a_contender_may_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from paceline.bench.contenders import Contender\n"
+        "def build(context):\n"
+        "    'my own way'\n"
+        "slow = Contender('a slow way', build, needs=('no_such_module',))\n"
+        "number = 3\n"
+    )
+    found = ContenderName.parse(f"{file}:slow:depth=2")
+    assert (found.name, found.file, dict(found.arguments)) == ("slow", str(file), {"depth": 2})
+    slow, plain = find_contender(f"{file}:slow:depth=2"), find_contender(f"{file}:build")
+    assert (slow.about, plain.about) == ("a slow way", "my own way")
+    assert slow.builder() is plain.builder()
+    assert "not installed: no_such_module" in slow.why_absent("cpu") and not plain.why_absent("cpu")
+    assert short_label(f"{file}:slow:depth=2 (A/A)") == "slow:depth=2 (A/A)"
+    for text, message in (("number", "has no contender 'number'"), ("", "expected a contender as FILE.py:NAME")):
+        with pytest.raises(UsageError, match=message):
+            find_contender(f"{file}:{text}")
+    with pytest.raises(UsageError, match="there is no file"):
+        find_contender("nowhere.py:build")
+    with pytest.raises(UsageError, match="there is no contender"):
+        HooksSpec(contenders=(f"{file}:build",))
+
+
+def test_the_peers_of_the_repository_are_contenders() -> None:
+    peers = Path(__file__).parents[2] / "benchmarks" / "peers"
+    names = ("clients.py:fabric", "deepspeed_zero.py:deepspeed2", "horovod_fusion.py:fusion", "mpi.py:mpi4py")
+    for name in (*names, "mpi.py:mpi", "tensorflow_mirrored.py:tensorflow", "torch_others.py:dataparallel"):
+        assert find_contender(f"{peers}/{name}").about
+    with pytest.raises(UsageError, match="FILE.py:NAME in benchmarks/peers of the repository"):
+        find_contender("fabric")
+
+
 def test_a_contender_that_is_named_twice_is_compared_with_itself() -> None:
     labels = label_each(["floor", "torch", "paceline@../before", "torch", "paceline@../before"])
     assert labels == ("floor", "torch", "paceline@../before", "torch (A/A)", "paceline@../before (A/A)")
@@ -145,14 +168,14 @@ def test_the_machinery_is_that_of_one_rank() -> None:
 
 def test_the_narrow_model_has_many_tensors() -> None:
     with torch.device("meta"):
-        assert len(list(GPT(MODELS["gpt-narrow"]).parameters())) == 437
+        assert len(list(BenchGPT(MODELS["gpt-narrow"]).parameters())) == 437
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command.name))
-def test_every_setting_is_documented_and_survives_json(command: Any) -> None:
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_every_setting_is_documented_and_reaches_workers_unchanged(command: Any) -> None:
     assert all(item.metadata["about"] for item in fields(command.spec))
     spec = command.spec()
-    assert from_json(command.spec, json.loads(json.dumps(asdict(spec)))) == spec
+    assert pickle.loads(pickle.dumps(spec)) == spec
 
 
 def test_a_series_is_the_step_comparison_at_each_value() -> None:
@@ -176,11 +199,11 @@ def test_parameters_are_counted_without_torch(name: str) -> None:
     spec = StepSpec(model=name)
     model = build_model(spec, CPU)
     count = sum(param.numel() for param in model.parameters())
-    assert count_parameters(spec) == (count, 4 * count)
+    assert (spec.shape.parameters, spec.shape.gradient_bytes) == (count, 4 * count)
 
 
 def test_the_models_have_the_sizes_of_their_names() -> None:
-    counts = {name: count_parameters(StepSpec(model=name))[0] for name in MODELS}
+    counts = {name: shape.parameters for name, shape in MODELS.items()}
     assert counts["gpt-5m"] == pytest.approx(5.3e6, rel=0.01)
     assert counts["gpt-34m"] == pytest.approx(33.7e6, rel=0.01)
     assert 120e6 < counts["gpt2"] < 165e6
@@ -189,8 +212,8 @@ def test_the_models_have_the_sizes_of_their_names() -> None:
 def test_one_process_gets_the_batches_of_all_ranks() -> None:
     spec = StepSpec(model="gpt-tiny", accumulate=2, micro_batch=3)
     ranks = [rank_batches(spec, CPU, rank, 7) for rank in range(2)]
-    for micro, (x, y) in enumerate(global_batches(spec, CPU, 7)):
-        assert torch.equal(x, torch.cat([batches[micro][0] for batches in ranks]))
+    for microbatch, (x, y) in enumerate(global_batches(spec, CPU, 7)):
+        assert torch.equal(x, torch.cat([batches[microbatch][0] for batches in ranks]))
         assert torch.equal(y[:, :-1], x[:, 1:])
     assert not torch.equal(ranks[0][0][0], ranks[1][0][0])
 

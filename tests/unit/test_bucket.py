@@ -7,9 +7,10 @@ from torch import nn
 from paceline.collectives import LocalTransport
 from paceline.errors import IllegalMove
 from paceline.layout import BucketCaps, ParamMeta, plan_layout
-from paceline.reducer.bucket import Bucket, BucketState
+from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.buckets import BucketSet
-from paceline.reducer.slot import GradSlot
+from paceline.reducer.sparse_bucket import SparseBucket
+from paceline.reducer.unreduced import accumulate, lend
 
 FILLING, FULL, FLYING, LANDED = BucketState
 
@@ -23,7 +24,9 @@ def bucket_of(*params: torch.Tensor, sparse: bool = False) -> Bucket:
     layout = plan_layout(metas, range(len(metas)), BucketCaps((1 << 30,)))
     slots = [GradSlot(index, meta, param) for index, (meta, param) in enumerate(zip(metas, params, strict=True))]
     (spec,) = layout.buckets
-    return Bucket(spec, slots, None if sparse else torch.zeros(spec.numel, dtype=spec.dtype))
+    if sparse:
+        return SparseBucket(spec, slots[0])
+    return Bucket(spec, slots, torch.zeros(spec.numel, dtype=spec.dtype))
 
 
 def collect(bucket: Bucket, slot: GradSlot, scale: float) -> None:
@@ -100,7 +103,7 @@ def test_a_collected_gradient_is_in_the_bucket_alone() -> None:
     p.grad = torch.ones(3)  # a nested backward brings more
     collect(bucket, bucket.slots[0], 0.5)
     assert bucket.slots[0].view.tolist() == [1, 1.5, 2.5]
-    bucket.hand_back(bucket.slots[0], touched=True)
+    bucket.publish_grads(bucket.slots[0], touched=True)
     assert bucket.slots[0].attached()
 
 
@@ -118,7 +121,7 @@ def test_an_accumulated_gradient_stays_visible_and_moves_into_the_bucket() -> No
     bucket = bucket_of(p)
     p.grad = torch.ones(2)
     bucket.arrive(bucket.slots[0], 1.0)
-    bucket.accumulate()
+    accumulate(bucket)
     assert bucket.slots[0].attached()
     assert p.grad.tolist() == [1, 1]
 
@@ -130,11 +133,11 @@ def test_an_untouched_gradient_comes_back_as_it_was() -> None:
         p.grad = torch.tensor([1.0, 3.0])
         if attached:
             bucket.arrive(bucket.slots[0], 1.0)
-            bucket.accumulate()
+            accumulate(bucket)
         for slot in bucket.slots:
             bucket.contribute_nothing_new(slot, 0.1)
             slot.view.fill_(99)
-            bucket.hand_back(slot, touched=False)
+            bucket.publish_grads(slot, touched=False)
         assert p.grad.tolist() == [1, 3]
         assert without.grad is None
 
@@ -144,16 +147,16 @@ def test_lending_contributes_zeros_and_keeps_the_gradient() -> None:
     bucket = bucket_of(p)
     p.grad = bucket.slots[0].view
     p.grad.fill_(5)
-    bucket.lend(bucket.slots[0])
+    lend(bucket.slots[0])
     assert bucket.flat[:2].tolist() == [0, 0]
-    bucket.hand_back(bucket.slots[0], touched=False)
+    bucket.publish_grads(bucket.slots[0], touched=False)
     assert p.grad.tolist() == [5, 5]
 
 
 def test_a_result_elsewhere_is_copied_into_the_bucket() -> None:
     bucket = bucket_of(param(2))
     address = bucket.flat.data_ptr()
-    bucket.put_result(torch.full_like(bucket.flat, 3).double())
+    bucket.store_result(torch.full_like(bucket.flat, 3).double())
     assert bucket.flat.data_ptr() == address
     assert bucket.slots[0].view.tolist() == [3, 3]
 
@@ -185,21 +188,21 @@ def test_a_planned_layout_is_taken_up_with_the_gradients_in_it() -> None:
     metas = [meta_of(p, f"p{index}") for index, p in enumerate(params)]
     caps, local = BucketCaps((16,)), LocalTransport()
     buckets = BucketSet(params, plan_layout(metas, [0, 1], caps))
-    buckets.lay(local)
+    buckets.allocate(local)
     slots = buckets.slots
     for index, slot in enumerate(slots):
         slot.param.grad = slot.view
         slot.view.fill_(index + 1)
     old = {slot.address for slot in slots}
     buckets.plan(plan_layout(metas, [1, 0], caps))
-    assert buckets.move_to_plan(local)
+    assert buckets.relayout(local)
     assert buckets.layout.order == (1, 0)
     for index, slot in enumerate(slots):
         assert slot.attached()
         assert slot.address not in old
         assert slot.param.grad is not None
         assert slot.param.grad.tolist() == [index + 1] * 4
-    assert not buckets.move_to_plan(local), "once"
+    assert not buckets.relayout(local), "once"
 
 
 def test_the_same_layout_is_not_planned_again_and_held_gradients_stay() -> None:
@@ -207,11 +210,11 @@ def test_the_same_layout_is_not_planned_again_and_held_gradients_stay() -> None:
     metas = [meta_of(p, f"p{index}") for index, p in enumerate(params)]
     caps, local = BucketCaps((16,)), LocalTransport()
     buckets = BucketSet(params, plan_layout(metas, [0, 1], caps))
-    buckets.lay(local)
+    buckets.allocate(local)
     buckets.plan(plan_layout(metas, [0, 1], caps))
-    assert not buckets.move_to_plan(local)
+    assert not buckets.relayout(local)
     buckets.plan(plan_layout(metas, [1, 0], caps))
     buckets.slots[0].held = True
-    assert not buckets.move_to_plan(local)
+    assert not buckets.relayout(local)
     buckets.rearm()
-    assert buckets.move_to_plan(local)
+    assert buckets.relayout(local)

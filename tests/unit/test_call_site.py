@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.collectives.call_site import DEPTH, CallFrame, call_site, difference, told
+from paceline.collectives.call_site import DEPTH, CallFrame, call_site, describe_site, difference
 
 
 def found_in(source: str, file: str) -> tuple[CallFrame, ...]:
@@ -30,8 +30,8 @@ def test_frames_go_outwards_with_short_paths() -> None:
     ]
     assert len(site) == DEPTH
     assert difference(site, found_in(HELPED, "/mnt/two/project/train.py")) is None
-    assert told(site, 2) == " at project/train.py:2 in mean, called at project/train.py:4 in main"
-    assert told(()) == ""
+    assert describe_site(site, 2) == " at project/train.py:2 in mean, called at project/train.py:4 in main"
+    assert describe_site(()) == ""
 
 
 def test_the_caller_of_a_wrapper_counts() -> None:

@@ -15,8 +15,8 @@ from torch import nn
 
 from paceline.checkpoint import (
     Checkpointer,
+    CheckpointEvent,
     CheckpointMismatch,
-    Event,
     NoCheckpoint,
     NotSaved,
     PerRank,
@@ -25,9 +25,9 @@ from paceline.checkpoint import (
     rng_state,
     set_rng_state,
 )
-from paceline.checkpoint.agree import Cadence
-from paceline.checkpoint.snapshot import Staging
-from paceline.checkpoint.writing import Writing
+from paceline.checkpoint.preemption import Cadence
+from paceline.checkpoint.state import HostCopy
+from paceline.checkpoint.writer import BackgroundWrite
 from paceline.collectives import LocalTransport
 from paceline.errors import IllegalMove, UsageError
 from paceline.stored.directory import LOCK
@@ -110,7 +110,7 @@ def test_ranks_talk_seldom_when_steps_are_short_and_often_when_they_are_long() -
 
 
 def test_two_are_kept_and_the_newest_is_latest(tmp_path: Path) -> None:
-    events: list[Event] = []
+    events: list[CheckpointEvent] = []
     checkpointer = Checkpointer(tmp_path, on_event=events.append)
     assert checkpointer.latest() is None
     for step in (10, 20, 30):
@@ -134,8 +134,8 @@ def test_two_are_kept_and_the_newest_is_latest(tmp_path: Path) -> None:
     ]
 
 
-def test_a_damaged_generation_is_passed_over_and_named(tmp_path: Path) -> None:
-    run, events = Run(), list[Event]()
+def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path: Path) -> None:
+    run, events = Run(), list[CheckpointEvent]()
     checkpointer = Checkpointer(tmp_path, asynchronous=False)
     before = run.train(1)
     checkpointer.save(1, **run.state)
@@ -192,7 +192,7 @@ def test_other_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     checkpointer = Checkpointer(tmp_path, asynchronous=False)
     checkpointer.save(1, model=model, optimizer=torch.optim.SGD(model.parameters()), note=3)
-    with pytest.raises(CheckpointMismatch, match="of an optimizer SGD, expected AdamW"):
+    with pytest.raises(CheckpointMismatch, match="holds the state of SGD, expected that of AdamW"):
         checkpointer.load(optimizer=torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointMismatch, match=r"\[2\] parameters in its groups, expected \[1\]"):
         checkpointer.load(optimizer=torch.optim.SGD([model.weight]))
@@ -237,7 +237,7 @@ def test_there_is_nothing_to_load(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_is_told_by_the_next_call_and_training_goes_on(tmp_path: Path) -> None:
-    events: list[Event] = []
+    events: list[CheckpointEvent] = []
     checkpointer = Checkpointer(tmp_path / "checkpoints", on_event=events.append)
     checkpointer.save(1, note=1)
     checkpointer.wait()
@@ -263,11 +263,11 @@ def test_a_save_that_fails_is_told_by_the_next_call_and_training_goes_on(tmp_pat
 def test_no_memory_for_the_copy_is_told_like_a_disk_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def take(self: Staging, tensors: object) -> None:
+    def take(self: HostCopy, tensors: object) -> None:
         raise RuntimeError("not enough memory")
 
     checkpointer = Checkpointer(tmp_path, asynchronous=False)
-    monkeypatch.setattr(Staging, "take", take)
+    monkeypatch.setattr(HostCopy, "take", take)
     problem = checkpointer.save(1, note=torch.ones(1)).problem
     assert problem is not None and "not enough memory" in str(problem)
 
@@ -275,13 +275,13 @@ def test_no_memory_for_the_copy_is_told_like_a_disk_that_is_full(
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Holds writers until it is set."""
-    opened, run = threading.Event(), Writing._run
+    opened, run = threading.Event(), BackgroundWrite._run
 
-    def wait_and_run(self: Writing) -> None:
+    def wait_and_run(self: BackgroundWrite) -> None:
         opened.wait(20)
         run(self)
 
-    monkeypatch.setattr(Writing, "_run", wait_and_run)
+    monkeypatch.setattr(BackgroundWrite, "_run", wait_and_run)
     yield opened
     opened.set()
 
@@ -310,7 +310,7 @@ def test_a_save_is_skipped_while_one_is_written(tmp_path: Path, gate: threading.
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"keep": 1}, "keep must be a whole number of at least 2, got 1"),
+        ({"keep": 1}, "keep must be a whole number of at least 2, because the newest may be damaged; got 1"),
         ({"every_steps": 0}, "every_steps must be a whole number of at least 1, or None, got 0"),
         ({"every_seconds": 0.0}, "every_seconds must be a number above 0, or None, got 0.0"),
         ({"busy": "drop"}, "busy must be 'wait' or 'skip', got 'drop'"),

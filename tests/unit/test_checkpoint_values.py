@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.checkpoint import NotSaved, digest, export_weights, rng_state, set_rng_state
-from paceline.checkpoint.snapshot import Staging, pack, unpack
+from paceline.checkpoint.state import HostCopy
 from paceline.errors import UsageError
+from paceline.stored.json_tree import NATIVE, Encoder, decode
+from paceline.stored.packed import pack, unpack
 from paceline.stored.tensor_file import TensorFile
-from paceline.stored.tree import NATIVE, Encoder, decode
 from tests.models import mlp
 
 
@@ -143,7 +144,7 @@ Pair = namedtuple("Pair", "a b")
     ids=["object", "namedtuple", "function", "sparse", "meta", "numpy text"],
 )
 def test_what_cannot_be_kept_is_refused_by_its_path(value: object) -> None:
-    with pytest.raises(UsageError, match=r"loader\.inner\.0 cannot be kept in a checkpoint: expected .*, got a"):
+    with pytest.raises(UsageError, match=r"loader\.inner\.0 cannot be stored: expected .*, got a"):
         Encoder().encode({"inner": [value]}, ("loader",))
 
 
@@ -158,7 +159,7 @@ def test_the_safetensors_package_reads_our_file_and_we_read_its(tmp_path: Path) 
         "café/.$": torch.randn(5).bfloat16(),
         "turned": torch.randn(3, 4).t(),
     }
-    staging = Staging()
+    staging = HostCopy()
     staging.take(tensors)
     ours = b"".join(staging.parts())
     (tmp_path / "ours").write_bytes(ours)
@@ -191,7 +192,7 @@ def framed(header: str, size: int) -> bytes:
     ],
 )
 def test_what_is_not_in_the_format_is_an_error(raw: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - whoever reads a generation says which file it was
+    with pytest.raises(ValueError):  # noqa: PT011 - whoever reads a snapshot says which file it was
         TensorFile(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
 

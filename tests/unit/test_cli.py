@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from paceline.bench.__main__ import main as plain
-from paceline.bench.commands import COMMANDS
+from paceline.bench.commands import COMMANDS, MOVED
 from paceline.bench.contenders import CONTENDERS
 
 
@@ -30,8 +31,8 @@ def test_help_loads_no_torch(arguments: Sequence[str]) -> None:
 
 def test_every_measurement_is_offered_with_its_options() -> None:
     listed = paceline("bench", "--help").stdout
-    for command in COMMANDS:
-        assert command.name in listed
+    for name in COMMANDS:
+        assert name in listed
     step = paceline("bench", "step", "--help").stdout
     for option in ("--model", "--micro-batch", "--contenders", "--zero-grad", "--accumulate", "--json", "--png"):
         assert option in step
@@ -45,11 +46,20 @@ def test_flags_take_no_value_in_help() -> None:
     assert "<bool>" not in plan
 
 
-def test_lanes_before_a_command_are_put_right() -> None:
-    done = paceline("bench", "--lanes", "step")
-    assert done.returncode == 2
-    assert "expected: paceline bench step --lanes" in done.stderr
-    assert "--lanes" in paceline("bench", "--help").stdout
+def test_settings_of_a_training_run_are_shown_in_groups() -> None:
+    text = paceline("train", "--help").stdout
+    places = [text.index(f"─ {group} ─") for group in ("Options", "Ranks", "Data", "Model", "Training", "Checkpoints")]
+    assert places == sorted(places)
+    assert "--no-print-config" not in text and "--no-compile" in text
+
+
+@pytest.mark.parametrize("study", MOVED)
+def test_a_study_that_moved_says_where_to(study: str) -> None:
+    done = paceline("bench", study, "--rounds", "2")
+    script = MOVED[study].split()[-1]
+    assert done.returncode == 2 and f"paceline bench: {study} " in done.stderr and script in done.stderr
+    assert (Path(__file__).parents[2] / script).is_file()
+    assert f" {study} " not in paceline("bench", "--help").stdout
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -64,7 +74,7 @@ def test_a_missing_extra_is_one_line(missing: str) -> None:
 def test_bad_settings_are_one_line_and_exit_code_2() -> None:
     done = paceline("bench", "step", "--model", "gpt-9")
     assert done.returncode == 2
-    assert "model must be one of gpt-tiny" in done.stderr
+    assert "model='gpt-9': expected one of gpt-tiny" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -72,10 +82,13 @@ def test_without_extras_there_is_a_plain_entry() -> None:
     blocked = "import sys, runpy; sys.modules['typer'] = sys.modules['rich'] = None; "
     done = run(blocked + "runpy.run_module('paceline.bench', run_name='__main__')", "--help")
     assert done.returncode == 0, done.stderr
-    for command in COMMANDS:
-        assert command.name in done.stdout
+    for name in COMMANDS:
+        assert name in done.stdout
 
 
 def test_the_plain_entry_refuses_bad_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain(["step", "--ranks", "0"]) == 2
-    assert "ranks must be above 0" in capsys.readouterr().err
+    assert "ranks=0: expected at least 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plain(["cost-model"])
+    assert "python benchmarks/cost_model.py" in capsys.readouterr().err

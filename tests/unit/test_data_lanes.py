@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.blocks import lanes_of
-from paceline.data import Loader, order, read_ledger
+from paceline.data import Loader, order, read_sample_log
 from paceline.errors import UsageError
 from tests.unit.test_data_loader import Dice
 from tests.unit.test_data_stream import MANY_THREADS, Count
@@ -30,7 +30,11 @@ def loader(data: Any, batch_size: int = 2, **more: Any) -> Loader[Any]:
 
 def of_lanes(steps: Iterable[tuple[int, Micros]], rank: int, size: int) -> Dealt:
     own = lanes_of(rank, size, LANES)
-    return {(step, lane): micro.tolist() for step, micros in steps for lane, micro in zip(own, micros, strict=True)}
+    return {
+        (step, lane): microbatch.tolist()
+        for step, microbatches in steps
+        for lane, microbatch in zip(own, microbatches, strict=True)
+    }
 
 
 def dealt(data: Any, sizes: Iterable[tuple[int, int]], batch_size: int, **more: Any) -> Dealt:
@@ -79,15 +83,15 @@ def test_a_lane_has_its_slice_of_the_global_batch() -> None:
         assert stream == {(step, lane): [16 * step + lane + 8 * i for i in (0, 1)] for step, lane in found}
 
 
-def test_length_position_and_ledger_count_steps(tmp_path: Path) -> None:
-    ranks = [loader(Numbers(40), rank=rank, world_size=3, ledger=tmp_path) for rank in range(3)]
+def test_length_position_and_sample_log_count_steps(tmp_path: Path) -> None:
+    ranks = [loader(Numbers(40), rank=rank, world_size=3, sample_log=tmp_path) for rank in range(3)]
     for ours in ranks:
         steps = iter(ours)
         next(steps)
         assert (len(ours), ours.left, ours.cursor.committed, ours.batch_size) == (2, 1, 16, 2)
-        assert [len(micro) for micro in next(steps)] == [2] * len(lanes_of(ours._terms.rank, 3, LANES))
+        assert [len(microbatch) for microbatch in next(steps)] == [2] * len(lanes_of(ours._settings.rank, 3, LANES))
         assert next(steps, None) is None and ours.epoch == 1
-    reading = read_ledger(tmp_path)
+    reading = read_sample_log(tmp_path)
     assert reading.problems() == []
     assert sorted(reading.counts(0)) == sorted(order(0, 0, 40).tolist()[:32])
 
@@ -101,10 +105,12 @@ def test_workers_make_the_same_micros(data: Any) -> None:
 def test_augmentation_belongs_to_samples_and_micros_are_collated_one_by_one() -> None:
     def rolled(size: int) -> list[Any]:
         ranks = [loader(Dice(), 3, rank=rank, world_size=size, collate_fn=tuple) for rank in range(size)]
-        return [micro for ours in ranks for micro in next(iter(ours))]
+        return [microbatch for ours in ranks for microbatch in next(iter(ours))]
 
     alone = rolled(1)
-    assert [len(micro) for micro in alone] == [3] * LANES and {type(micro) for micro in alone} == {tuple}
+    assert [len(microbatch) for microbatch in alone] == [3] * LANES and {type(microbatch) for microbatch in alone} == {
+        tuple
+    }
     assert rolled(3) == rolled(8) == alone
 
 
@@ -114,7 +120,7 @@ def test_augmentation_belongs_to_samples_and_micros_are_collated_one_by_one() ->
         ({"world_size": 9}, "lanes=8 is smaller than the world of 9 ranks"),
         ({"drop_last": False}, "lanes=8 and drop_last=False contradict each other: lanes count equally"),
         ({"lanes": 0}, "lanes must be a whole number of at least 1, got 0"),
-        ({"batch_size": 6}, r"fewer than one global batch of 48 \(batch_size=6 in each of 8 lanes\)"),
+        ({"batch_size": 6}, r"fewer than one global batch of 48 \(batch_size=6 for each of 8 lanes\)"),
     ],
 )
 def test_bad_values_are_refused(arguments: dict[str, Any], message: str) -> None:

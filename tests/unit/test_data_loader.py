@@ -231,9 +231,9 @@ def test_a_position_for_other_data_is_refused() -> None:
     ours = loader()
     next(iter(ours))
     state = ours.state_dict()
-    with pytest.raises(UsageError, match="saved with length=40, here it is 44"):
+    with pytest.raises(UsageError, match="saved with length=40, but here it is 44"):
         loader(44).load_state_dict(state)
-    with pytest.raises(UsageError, match="saved with shuffle=True, here it is False"):
+    with pytest.raises(UsageError, match="saved with shuffle=True, but here it is False"):
         loader(shuffle=False).load_state_dict(state)
     with pytest.raises(UsageError, match="another version of torch"):
         loader().load_state_dict({**state, "order": "0" * 16})
@@ -326,12 +326,11 @@ def test_batches_fetched_whole_get_numbers_of_their_own() -> None:
     ("arguments", "message"),
     [
         ({"length": 3, "world_size": 4}, "has 3 samples, fewer than the 4 ranks"),
-        ({"length": 7, "world_size": 2}, r"fewer than one global batch of 8 \(batch_size=4 on each of 2 ranks\)"),
+        ({"length": 7, "world_size": 2}, r"fewer than one global batch of 8 \(batch_size=4 for each of 2 ranks\)"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
         ({"batch_size": 2.5}, "batch_size must be a whole number of at least 1, got 2.5"),
         ({"seed": "x"}, "seed must be a whole number, got 'x'"),
         ({"rank": 2, "world_size": 2}, "rank must be below world_size=2, got rank=2"),
-        ({"respawns": -1}, "respawns must be a whole number of at least 0"),
     ],
 )
 def test_bad_values_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -1,19 +1,17 @@
-"""The order of an epoch and how it is dealt: a partition, whatever the world."""
-
-from itertools import accumulate, pairwise
+"""The order of an epoch."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data import Cursor, deal, order
-from paceline.data.order import cuts, fingerprint, mixed
+from paceline.data import Cursor, order
+from paceline.data.cursor import fingerprint
 from paceline.errors import UsageError
+from paceline.randomness import mixed
 
 lengths = st.integers(0, 200)
 seeds = st.integers(-(2**70), 2**70)
-weights = st.lists(st.integers(0, 5), min_size=1, max_size=9).filter(any)
 
 
 @given(seed=seeds, epoch=st.integers(0, 9), length=lengths)
@@ -40,39 +38,6 @@ def test_the_global_generator_is_neither_used_nor_moved() -> None:
 
 def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
     assert order(3, 1, 5, shuffle=False).tolist() == [0, 1, 2, 3, 4]
-
-
-@given(length=lengths, batch=st.integers(1, 40), shares=st.integers(1, 9) | weights)
-def test_batch_after_batch_everything_is_dealt_once_and_in_order(
-    length: int, batch: int, shares: int | list[int]
-) -> None:
-    samples = order(0, 0, length)
-    dealt: list[int] = []
-    for committed in range(0, length, batch):
-        parts = deal(samples, committed, batch, shares)
-        assert len(parts) == (shares if isinstance(shares, int) else len(shares))
-        dealt += torch.cat(parts).tolist()
-    assert dealt == samples.tolist()
-
-
-@given(count=lengths, shares=st.integers(1, 9))
-def test_equal_shares_differ_by_one_at_most_and_the_first_are_never_behind(count: int, shares: int) -> None:
-    sizes = [stop - start for start, stop in pairwise(cuts(count, shares))]
-    assert sum(sizes) == count
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes[0] == max(sizes)
-
-
-@given(count=lengths, groups=weights)
-def test_a_rank_with_several_lanes_gets_what_its_lanes_would_get(count: int, groups: list[int]) -> None:
-    lanes = cuts(count, sum(groups))
-    assert cuts(count, groups) == [lanes[before] for before in accumulate(groups, initial=0)]
-
-
-@pytest.mark.parametrize("shares", [0, -1, [], [0, 0], [2, -1]])
-def test_shares_that_cannot_work_are_refused(shares: int | list[int]) -> None:
-    with pytest.raises(UsageError, match="shares must be"):
-        cuts(4, shares)
 
 
 def test_a_fingerprint_tells_orders_apart() -> None:

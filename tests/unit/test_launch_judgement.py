@@ -2,17 +2,16 @@
 
 import signal
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
-from paceline.launch.failure import End, judge
-from paceline.launch.job import Failure
-from paceline.launch.nodes import best, failure_from
+from paceline.launch.failure import End, follows, root_cause
+from paceline.launch.reports import Mark
 from paceline.launch.tracebacks import HEADER
-from paceline.launch.vitals import Vital
 from paceline.launch.watchdog import CEILING_S, FLOOR_S, GAP_S, STOPPED_S, Hang, Watchdog
-from paceline.progress import Mark, Phase
+from paceline.process_status import ProcessStatus
+from paceline.progress import Phase
 
 
 def raised(rank: int, message: str, *, at: float = 0.0, frames: int = 2, line: int = 1, more: str = "") -> End:
@@ -23,19 +22,19 @@ def raised(rank: int, message: str, *, at: float = 0.0, frames: int = 2, line: i
 
 
 def test_no_failure() -> None:
-    assert judge([End(0, 0.0), End(1, 1.0, killed_by=signal.SIGTERM, asked=True)]) is None
+    assert root_cause([End(0, 0.0), End(1, 1.0, killed_by=signal.SIGTERM, asked=True)]) is None
 
 
 def test_the_same_error_on_all_ranks_is_one() -> None:
-    failure = judge([raised(rank, "ValueError: no", at=rank) for rank in (2, 0, 1)])
+    failure = root_cause([raised(rank, "ValueError: no", at=rank) for rank in (2, 0, 1)])
     assert failure is not None
-    assert (failure.ranks, failure.kind, failure.exit_code) == ((0, 1, 2), "exception", 1)
+    assert (failure.ranks, failure.exit_code) == ((0, 1, 2), 1)
     assert failure.lines()[0] == "ranks 0-2 raised ValueError: no"
     assert failure.others == ()
 
 
 def test_texts_that_differ_are_said_to_differ() -> None:
-    failure = judge([raised(rank, f"ValueError: sample {rank}") for rank in range(2)])
+    failure = root_cause([raised(rank, f"ValueError: sample {rank}") for rank in range(2)])
     assert failure is not None
     assert failure.ranks == (0, 1)
     assert "rank 0's" in failure.lines()[-1]
@@ -52,13 +51,12 @@ def test_texts_that_differ_are_said_to_differ() -> None:
     ],
 )
 def test_those_who_fell_with_another_are_not_the_cause(text: str) -> None:
-    failure = judge([raised(0, text, at=1.0), raised(1, "KeyError: 'x'", at=2.0), raised(2, text, at=1.5)])
+    failure = root_cause([raised(0, text, at=1.0), raised(1, "KeyError: 'x'", at=2.0), raised(2, text, at=1.5)])
     assert failure is not None
     assert failure.ranks == (1,)
-    assert failure.others[0].startswith("afterwards ranks 0,2: ")
-    alone = judge([raised(0, text, at=1.0)])
-    assert alone is not None
-    assert alone.follows
+    assert failure.others[0].startswith("afterwards ranks 0,2 raised ")
+    assert root_cause([raised(0, text, at=1.0)]) is not None
+    assert follows(raised(0, text))
 
 
 def group_end(rank: int, *exceptions: Exception) -> End:
@@ -81,7 +79,7 @@ def caught(error: Exception) -> Exception:
 
 def test_of_a_group_every_exception_is_shown_where_it_was_raised() -> None:
     inner = ExceptionGroup("inner", [caught(KeyError("k"))])
-    failure = judge([group_end(rank, caught(ValueError("first")), inner) for rank in (0, 1)])
+    failure = root_cause([group_end(rank, caught(ValueError("first")), inner) for rank in (0, 1)])
     assert failure is not None
     assert failure.ranks == (0, 1)
     first, *lines = failure.lines()
@@ -90,48 +88,48 @@ def test_of_a_group_every_exception_is_shown_where_it_was_raised() -> None:
         assert words in lines
     assert "in caught" in lines[lines.index("  ValueError: first") - 1]
     assert not [line for line in lines if "|" in line or "+--" in line]
-    crowd = judge([group_end(0, *(caught(ValueError(str(number))) for number in range(50)))])
+    crowd = root_cause([group_end(0, *(caught(ValueError(str(number))) for number in range(50)))])
     assert crowd is not None and len(crowd.lines()) <= 14
 
 
 def test_a_group_follows_only_when_all_of_it_does() -> None:
     lost, own = RuntimeError("PeerLost: rank 1 died"), ValueError("my own")
-    for exceptions, follows in (((lost, ExceptionGroup("in", [lost])), True), ((lost, own), False)):
-        failure = judge([group_end(0, *exceptions)])
-        assert failure is not None
-        assert failure.follows is follows
+    for exceptions, expected in (((lost, ExceptionGroup("in", [lost])), True), ((lost, own), False)):
+        assert follows(group_end(0, *exceptions)) is expected
 
 
 def test_several_ranks_take_the_plural() -> None:
-    failure = judge([End(0, 0.0, code=7), *(End(rank, 1.0, killed_by=signal.SIGKILL) for rank in (1, 2))])
+    failure = root_cause([End(0, 0.0, code=7), *(End(rank, 1.0, killed_by=signal.SIGKILL) for rank in (1, 2))])
     assert failure is not None
-    assert failure.others == ("afterwards ranks 1-2: were ended by SIGKILL",)
+    assert failure.others == ("afterwards ranks 1-2 were killed by SIGKILL",)
     for memory in (False, True):
-        found = judge([End(rank, 0.0, killed_by=signal.SIGKILL, out_of_memory=memory) for rank in (0, 1)])
+        found = root_cause([End(rank, 0.0, killed_by=signal.SIGKILL, out_of_memory=memory) for rank in (0, 1)])
         assert found is not None
         assert found.summary.startswith("ranks 0-1 were ")
 
 
 def test_a_traceback_that_was_caught_is_not_the_cause() -> None:
     caught = raised(0, "ValueError: caught")
-    exited = judge([replace(caught, raised=False, code=9)])
-    killed = judge([replace(caught, killed_by=signal.SIGKILL, code=0)])
+    exited = root_cause([replace(caught, raised=False, code=9)])
+    killed = root_cause([replace(caught, killed_by=signal.SIGKILL, code=0)])
     assert exited is not None and killed is not None
-    assert (exited.kind, killed.kind) == ("exit", "signal")
+    assert (exited.summary, killed.summary) == ("rank 0 exited with code 9", "rank 0 was killed by SIGKILL")
 
 
 def test_the_first_of_two_causes_is_shown() -> None:
-    failure = judge([raised(0, "KeyError: 'late'", at=2.0), End(1, 1.0, killed_by=signal.SIGSEGV)])
+    failure = root_cause([raised(0, "KeyError: 'late'", at=2.0), End(1, 1.0, killed_by=signal.SIGSEGV)])
     assert failure is not None
-    assert (failure.kind, failure.exit_code, failure.ranks) == ("signal", 139, (1,))
+    assert (failure.summary, failure.exit_code, failure.ranks) == ("rank 1 was killed by SIGSEGV", 139, (1,))
 
 
 def test_kinds() -> None:
-    memory = judge([End(3, 0.0, killed_by=signal.SIGKILL, out_of_memory=True)])
-    killed = judge([End(3, 0.0, killed_by=signal.SIGKILL)])
-    never = judge([End(0, 0.0, code=127, never="no such file")])
+    memory = root_cause([End(3, 0.0, killed_by=signal.SIGKILL, out_of_memory=True)])
+    killed = root_cause([End(3, 0.0, killed_by=signal.SIGKILL)])
+    never = root_cause([End(0, 0.0, code=127, never="no such file")])
     assert memory is not None and killed is not None and never is not None
-    assert [one.kind for one in (memory, killed, never)] == ["memory", "signal", "never started"]
+    assert memory.summary.startswith("rank 3 was killed by the OOM killer")
+    assert killed.summary == "rank 3 was killed by SIGKILL"
+    assert never.summary == "rank 0 never started: no such file"
     assert [one.exit_code for one in (memory, killed, never)] == [137, 137, 127]
 
 
@@ -139,7 +137,7 @@ def test_kinds() -> None:
 def test_a_report_is_short(frames: int) -> None:
     ends = [raised(0, "ValueError: " + "long " * 500 + "\nsecond line\nthird", frames=frames)]
     ends += [raised(rank, f"Odd{rank}: PeerLost", at=1.0, line=rank) for rank in range(1, 9)]
-    failure = judge(ends)
+    failure = root_cause(ends)
     assert failure is not None
     assert len(failure.lines()) <= 14
     assert all(len(line) < 400 for line in failure.lines())
@@ -148,12 +146,12 @@ def test_a_report_is_short(frames: int) -> None:
 
 def test_a_long_message_keeps_its_advice() -> None:
     told = "the model is too large, " * 12 + "so use a smaller one or more ranks"
-    failure = judge([raised(0, f"UsageError: {told}")])
+    failure = root_cause([raised(0, f"UsageError: {told}")])
     assert failure is not None
     first, second, *frames = failure.lines()
     assert f"{first} {second.strip()}" == f"rank 0 raised UsageError: {told}"
     assert 'File "train.py"' in frames[0]
-    longer = judge([raised(0, f"UsageError: {told * 9}")])
+    longer = root_cause([raised(0, f"UsageError: {told * 9}")])
     assert longer is not None
     assert longer.lines()[2] == "  …" and longer.lines()[3].endswith("a smaller one or more ranks")
 
@@ -163,58 +161,44 @@ def test_what_a_destructor_raised_is_not_the_cause() -> None:
     where = ("Exception ignored in: <generator object LaneLoop.run at 0x7f>", HEADER, '  File "lanes.py", line 1')
     ignored = (*where, "AttributeError: 'NoneType' object has no attribute 'random'")
     own = raised(0, "ValueError: my own bug")
-    failure = judge([replace(own, tail=(*own.tail, *ignored))])
+    failure = root_cause([replace(own, tail=(*own.tail, *ignored))])
     assert failure is not None
     assert failure.lines()[0] == "rank 0 raised ValueError: my own bug"
     assert not [line for line in failure.lines() if "ignored" in line]
-    exited = judge([replace(own, code=3, tail=("bye", *ignored))])
-    assert exited is not None and (exited.kind, exited.exit_code) == ("exit", 3)
+    exited = root_cause([replace(own, code=3, tail=("bye", *ignored))])
+    assert exited is not None and (exited.summary, exited.exit_code) == ("rank 0 exited with code 3", 3)
 
 
 def test_lines_after_a_traceback_are_not_its_message() -> None:
-    failure = judge([raised(0, "ValueError: no", more="[W1116 torch] destroy_process_group() was not called")])
+    failure = root_cause([raised(0, "ValueError: no", more="[W1116 torch] destroy_process_group() was not called")])
     assert failure is not None
     assert not [line for line in failure.lines() if "destroy" in line]
-
-
-def test_a_failure_travels_between_machines() -> None:
-    failure = judge([raised(2, "ValueError: no")])
-    assert failure is not None
-    assert failure_from(asdict(failure)) == failure
-    follower = Failure((0,), "exception", 1, "PeerLost", follows=True)
-    lost = Failure((), "node", 1, "machine 1 was lost")
-    assert best([follower, lost, failure]) is failure
-    assert best([lost, follower]) is lost
-    assert best([]) is None
 
 
 # ------------------------------------------------------------------------------------------------------------- watchdog
 
 
 class World:
-    """Ranks whose marks and vitals a test sets, on a clock of its own."""
+    """Ranks whose marks and statuses a test sets, on a clock of its own."""
 
     def __init__(self, ranks: int = 2, timeout_s: float | None = None) -> None:
         self.watchdog = Watchdog(range(ranks), timeout_s)
         self.now = 100.0
-        self.stamps = dict.fromkeys(range(ranks), (Phase.STARTING, -1, 0.0))
-        self.vitals = dict.fromkeys(range(ranks), Vital("S", 0.0))
+        self.marks = dict.fromkeys(range(ranks), Mark(Phase.STARTING, -1, 0.0))
+        self.statuses = dict.fromkeys(range(ranks), ProcessStatus("S", 0.0))
 
     def note(self, rank: int, phase: Phase, step: int) -> None:
-        self.stamps[rank] = phase, step, self.now
+        self.marks[rank] = Mark(phase, step, self.now)
 
     def look(self) -> Hang | None:
-        marks = {
-            rank: Mark(phase, step, self.now - at, noted=step >= 0) for rank, (phase, step, at) in self.stamps.items()
-        }
-        return self.watchdog.look(self.now, marks, self.vitals)
+        return self.watchdog.look(self.now, dict(self.marks), self.statuses)
 
     def wait(self, seconds: float, *, busy: tuple[int, ...] = ()) -> Hang | None:
         until = self.now + seconds
         while self.now < until:
             self.now += 0.5
             for rank in busy:
-                self.vitals[rank] = Vital("R", self.vitals[rank].cpu_s + 0.5)
+                self.statuses[rank] = ProcessStatus("R", self.statuses[rank].cpu_s + 0.5)
             found = self.look()
             if found is not None:
                 return found
@@ -222,7 +206,7 @@ class World:
 
     def run(self, steps: int, step_s: float = 1.0) -> None:
         for step in range(steps):
-            for rank in self.stamps:
+            for rank in self.marks:
                 self.note(rank, Phase.FORWARD, step)
             assert self.wait(step_s) is None
 
@@ -248,7 +232,7 @@ def test_a_frozen_rank() -> None:
     world.note(0, Phase.WAITING, 9)
     found = world.wait(CEILING_S)
     assert found is not None
-    assert (found.ranks, found.kind, found.step) == ((1,), "frozen", 9)
+    assert (found.ranks, found.busy, found.step) == ((1,), False, 9)
 
 
 def test_a_spinning_rank() -> None:
@@ -258,26 +242,26 @@ def test_a_spinning_rank() -> None:
     world.note(2, Phase.BACKWARD, 10)
     found = world.wait(CEILING_S, busy=(1,))
     assert found is not None
-    assert (found.ranks, found.kind) == ((1,), "spinning")
+    assert (found.ranks, found.busy) == ((1,), True)
 
 
 def test_a_stopped_rank_is_seen_soon_and_a_pause_is_forgiven() -> None:
     world = World()
     world.run(10)
-    world.vitals[1] = Vital("T", 0.0)
+    world.statuses[1] = ProcessStatus("T", 0.0)
     assert world.wait(STOPPED_S - 1) is None
-    world.vitals[1] = Vital("S", 0.0)
+    world.statuses[1] = ProcessStatus("S", 0.0)
     assert world.wait(1) is None
-    world.vitals[1] = Vital("T", 0.0)
+    world.statuses[1] = ProcessStatus("T", 0.0)
     found = world.wait(STOPPED_S + 1)
     assert found is not None
-    assert (found.ranks, found.kind) == ((1,), "frozen")
+    assert (found.ranks, found.busy) == ((1,), False)
 
 
 def test_a_debugger_is_no_hang() -> None:
     world = World()
     world.run(10)
-    world.vitals[1] = Vital("t", 0.0)
+    world.statuses[1] = ProcessStatus("t", 0.0)
     assert world.wait(STOPPED_S * 2) is None
 
 
@@ -346,22 +330,17 @@ def test_an_evaluation_or_a_save_is_not_hurried(phase: Phase) -> None:
 
 
 def test_when_all_ranks_wait_they_wait_for_each_other() -> None:
-    def waiting(*, whole: bool) -> Hang | None:
-        world = World(timeout_s=3.0)
-        world.watchdog = Watchdog(range(2), 3.0, whole=whole)
-        world.run(10)
-        for rank in range(2):
-            world.note(rank, Phase.WAITING, 10)
-        return world.wait(10)
-
-    found = waiting(whole=True)
+    world = World(timeout_s=3.0)
+    world.run(10)
+    for rank in range(2):
+        world.note(rank, Phase.WAITING, 10)
+    found = world.wait(10)
     assert found is not None and found.ranks == (0, 1) and "waiting for other ranks (limit 3 s)" in found.reason
-    assert waiting(whole=False) is None, "the one at fault may be on another machine, whose launcher finds it"
 
 
 def test_a_stopped_rank_is_found_before_it_noted_anything_if_a_time_was_given() -> None:
     for timeout_s, ranks in ((1.0, (1,)), (None, None)):
         world = World(timeout_s=timeout_s)
-        world.vitals[1] = Vital("T", 0.0)
+        world.statuses[1] = ProcessStatus("T", 0.0)
         found = world.wait(2 * STOPPED_S)
         assert (found and found.ranks) == ranks

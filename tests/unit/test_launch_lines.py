@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cli.screen import Screen
+from paceline.cli.run_output import RunOutput
 from paceline.launch import Job
 from paceline.launch.lines import BAR_EVERY_S, FOLD_S, QUIET_S, Fold, Lines, spans
 
@@ -64,7 +64,7 @@ def test_a_line_without_end_does_not_fill_memory() -> None:
 
 def fold(ranks: int, *lines: tuple[int, str, float], end: float = 1e9) -> list[tuple[tuple[int, ...], str]]:
     shown: list[tuple[tuple[int, ...], str]] = []
-    folding = Fold(lambda who, text, _: shown.append((who, text)), ranks)
+    folding = Fold[str](lambda who, text: shown.append((who, text)), ranks)
     for rank, text, at in lines:
         folding.add(rank, text, at)
     folding.flush(end)
@@ -85,7 +85,7 @@ def test_lines_around_different_ones_still_meet() -> None:
 
 def test_late_lines_are_not_waited_for() -> None:
     shown: list[tuple[int, ...]] = []
-    folding = Fold(lambda who, _, __: shown.append(who), 2)
+    folding = Fold[str](lambda who, _: shown.append(who), 2)
     folding.add(0, "a", 0.0)
     folding.flush(FOLD_S + 0.01)
     folding.add(1, "a", FOLD_S + 0.02)
@@ -98,12 +98,12 @@ def test_one_rank_alone_waits_for_nobody() -> None:
 
 
 def test_output_and_errors_are_apart() -> None:
-    shown: list[tuple[tuple[int, ...], str, int]] = []
-    folding = Fold(lambda *line: shown.append(line), 2)
-    folding.add(0, "a", 0.0, 1)
-    folding.add(1, "a", 0.0, 2)
+    shown: list[tuple[tuple[int, ...], tuple[str, int]]] = []
+    folding = Fold[tuple[str, int]](lambda *line: shown.append(line), 2)
+    folding.add(0, ("a", 1), 0.0)
+    folding.add(1, ("a", 2), 0.0)
     folding.flush(1.0)
-    assert sorted(shown) == [((0,), "a", 1), ((1,), "a", 2)]
+    assert sorted(shown) == [((0,), ("a", 1)), ((1,), ("a", 2))]
 
 
 @given(
@@ -125,19 +125,19 @@ def test_no_line_is_lost_and_no_rank_reordered(lines: list[tuple[int, str, float
 def test_the_screen_shows_folded_lines_at_once_and_hides_what_it_was_told_to(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     job = Job(command=("x",), ranks=2, run_dir=tmp_path)
-    screen = Screen(job, hidden=lambda local: 2 * (local == 1), out=out, err=err)
+    output = RunOutput(job, [0, 2], out=out, err=err)
     for rank in (1, 0):
-        screen.line(rank, "same")
-        screen.error_line(rank, "wrong")
+        output.line(rank, "same")
+        output.error_line(rank, "wrong")
     assert out.getvalue() == "[0-1] same\n"
-    screen.close()
+    output.close()
     assert err.getvalue() == "[0] wrong\n"
 
 
 def test_much_output_does_not_wait_for_ever() -> None:
     lines = [(0, str(number), 0.0) for number in range(20_000)]
     shown: list[str] = []
-    folding = Fold(lambda _, text, __: shown.append(text), 2)
+    folding = Fold[str](lambda _, text: shown.append(text), 2)
     for rank, text, at in lines:
         folding.add(rank, text, at)
     assert len(shown) > 10_000

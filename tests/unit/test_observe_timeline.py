@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.observe.overlap import read_overlap
-from paceline.observe.timeline import Kind, Span, mean_ms, read_timeline
+from paceline.observe.timeline import Span, SpanKind, mean_ms, read_overlap, read_timeline
 from paceline.trace import Moment, Stamp, Trace
 
 M = Moment
-TILES = [kind for kind in Kind if kind is not Kind.HIDDEN]
+TILES = [kind for kind in SpanKind if kind is not SpanKind.HIDDEN]
 
 Told = tuple[int, Moment, int] | tuple[int, Moment, int, int]
 
@@ -51,7 +50,7 @@ def step(at: int, number: int) -> list[Stamp]:
 
 def test_a_step_is_divided() -> None:
     spans = read_timeline(step(0, 1))
-    assert shown([span for span in spans if span.kind is not Kind.HIDDEN]) == [
+    assert shown([span for span in spans if span.kind is not SpanKind.HIDDEN]) == [
         ("forward", 0, 20),
         ("idle", 20, 25),
         ("backward", 25, 60),
@@ -60,9 +59,9 @@ def test_a_step_is_divided() -> None:
         ("idle", 80, 85),
         ("optimizer", 85, 100),
     ]
-    assert [span for span in spans if span.kind is Kind.HIDDEN] == [
-        Span(Kind.HIDDEN, 32, 40, 1, 0),
-        Span(Kind.HIDDEN, 45, 60, 1, 1),
+    assert [span for span in spans if span.kind is SpanKind.HIDDEN] == [
+        Span(SpanKind.HIDDEN, 32, 40, 1, 0),
+        Span(SpanKind.HIDDEN, 45, 60, 1, 1),
     ]
     assert {span.step for span in spans} == {1}
 
@@ -94,21 +93,21 @@ def test_buckets_in_flight_at_the_same_time_count_once_for_the_first() -> None:
         )
     )
     assert spans == [
-        Span(Kind.BACKWARD, 0, 50, 1),
-        Span(Kind.HIDDEN, 10, 30, 1, 0),
-        Span(Kind.HIDDEN, 30, 40, 1, 1),
+        Span(SpanKind.BACKWARD, 0, 50, 1),
+        Span(SpanKind.HIDDEN, 10, 30, 1, 0),
+        Span(SpanKind.HIDDEN, 30, 40, 1, 1),
     ]
 
 
 def test_micros_that_are_not_reduced_belong_to_the_step_that_is() -> None:
-    micros: list[Told] = []
+    microbatches: list[Told] = []
     for at in (0, 50):
-        micros += [(at, M.FORWARD_BEGIN, 4), (at + 10, M.FORWARD_END, 4)]
-        micros += [(at + 12, M.BACKWARD_ENTERED, 4), (at + 40, M.BACKWARD_LEFT, 4)]
-    spans = read_timeline(stamps(*micros) + step(100, 5))
+        microbatches += [(at, M.FORWARD_BEGIN, 4), (at + 10, M.FORWARD_END, 4)]
+        microbatches += [(at + 12, M.BACKWARD_ENTERED, 4), (at + 40, M.BACKWARD_LEFT, 4)]
+    spans = read_timeline(stamps(*microbatches) + step(100, 5))
     assert {span.step for span in spans} == {5}
-    assert len([span for span in spans if span.kind is Kind.FORWARD]) == 3
-    backward = [(span.begin_ns, span.end_ns) for span in spans if span.kind is Kind.BACKWARD]
+    assert len([span for span in spans if span.kind is SpanKind.FORWARD]) == 3
+    backward = [(span.begin_ns, span.end_ns) for span in spans if span.kind is SpanKind.BACKWARD]
     assert backward == [(12, 40), (62, 90), (125, 160), (175, 180)]
 
 
@@ -116,7 +115,7 @@ def test_without_an_optimizer_a_reduction_is_a_step_and_a_rest_is_none() -> None
     bare = [stamp for number in (1, 2) for stamp in step(100 * number, number) if "optimizer" not in stamp.moment.value]
     evaluation = stamps((400, M.FORWARD_BEGIN, 2), (450, M.FORWARD_END, 2))
     spans = read_timeline(bare + evaluation)
-    assert [span.step for span in spans if span.kind is Kind.FORWARD] == [1, 2]
+    assert [span.step for span in spans if span.kind is SpanKind.FORWARD] == [1, 2]
     assert max(span.end_ns for span in spans) == 280
     assert read_timeline(evaluation) == []
 
@@ -150,7 +149,7 @@ def test_what_ended_with_an_exception_does_not_count() -> None:
     failed = stamps((0, M.FORWARD_BEGIN, 0), (5, M.OPTIMIZER_BEGIN, 0))
     spans = read_timeline(failed + step(50, 1))
     assert shown(spans)[:2] == [("idle", 0, 50), ("forward", 50, 70)]
-    assert len([span for span in spans if span.kind is Kind.OPTIMIZER]) == 1
+    assert len([span for span in spans if span.kind is SpanKind.OPTIMIZER]) == 1
 
 
 def test_hidden_and_exposed_are_what_read_overlap_says() -> None:
@@ -162,7 +161,7 @@ def test_hidden_and_exposed_are_what_read_overlap_says() -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[Stamp]:
-    """Steps as a reducer stamps them, with any times, micros and buckets."""
+    """Steps as a reducer stamps them, with any times, microbatches and buckets."""
     trace: list[Stamp] = []
     now, number = draw(st.integers(0, 100)), draw(st.integers(0, 5))
 
@@ -172,12 +171,12 @@ def steps(draw: st.DrawFn) -> list[Stamp]:
         trace.append(Stamp(now, moment, number, bucket))
 
     for _ in range(draw(st.integers(0, 4))):
-        micros, buckets = draw(st.integers(1, 3)), draw(st.integers(0, 4))
-        for micro in range(micros):
+        microbatches, buckets = draw(st.integers(1, 3)), draw(st.integers(0, 4))
+        for microbatch in range(microbatches):
             stamp(M.FORWARD_BEGIN)
             stamp(M.FORWARD_END)
             stamp(M.BACKWARD_ENTERED)
-            if micro == micros - 1:
+            if microbatch == microbatches - 1:
                 number += 1
                 early = draw(st.integers(0, buckets))
                 stamp(M.BACKWARD_BEGIN)
@@ -225,7 +224,7 @@ def test_spans_divide_every_step(trace: list[Stamp]) -> None:
         for begin, end in tiles:  # no gap, no overlap, also between steps
             assert reached in (None, begin)
             reached = end
-        beside = sorted((span.begin_ns, span.end_ns) for span in mine if span.kind is Kind.HIDDEN)
+        beside = sorted((span.begin_ns, span.end_ns) for span in mine if span.kind is SpanKind.HIDDEN)
         assert all(one[1] <= other[0] for one, other in pairwise(beside))
         assert all(tiles[0][0] <= begin and end <= tiles[-1][1] for begin, end in beside)
 
@@ -241,7 +240,7 @@ def test_hidden_and_exposed_are_all_communication(trace: list[Stamp]) -> None:
         (last,) = [s.ns for s in trace if s.moment is M.BACKWARD_END and s.backward == begin.backward]
         flown |= {ns: ns >= last for ns in range(begin.ns, min(ends))}
     spans = read_timeline(trace)
-    for kind, late in ((Kind.HIDDEN, False), (Kind.EXPOSED, True)):
+    for kind, late in ((SpanKind.HIDDEN, False), (SpanKind.EXPOSED, True)):
         counted = sum(span.end_ns - span.begin_ns for span in spans if span.kind is kind)
         assert counted == sum(is_late is late for is_late in flown.values())
 
@@ -258,3 +257,52 @@ def test_a_full_trace_says_that_it_forgets() -> None:
     assert not trace.forgets
     trace.stamp(M.READY, 1)
     assert trace.forgets
+
+
+# ---- overlap
+
+
+def of_backward_5(*moments: tuple[int, Moment, int]) -> list[Stamp]:
+    return [Stamp(ns, moment, 5, bucket) for ns, moment, bucket in moments]
+
+
+def test_a_bucket_that_ends_before_backward_is_hidden() -> None:
+    found = read_overlap(
+        of_backward_5(
+            (0, Moment.BACKWARD_BEGIN, -1),
+            (10, Moment.LAUNCHED, 0),
+            (30, Moment.COMPLETED, 0),
+            (50, Moment.LAUNCHED, 1),
+            (60, Moment.BACKWARD_END, -1),
+            (80, Moment.COMPLETED, 1),
+            (80, Moment.WAIT_LEFT, 1),
+        )
+    )
+    assert found["communication_s"] == pytest.approx(50e-9)
+    assert found["exposed_communication_s"] == pytest.approx(20e-9)
+    assert found["overlap"] == pytest.approx(0.6)
+
+
+def test_buckets_in_flight_at_the_same_time_count_once() -> None:
+    found = read_overlap(
+        of_backward_5(
+            (0, Moment.LAUNCHED, 0),
+            (10, Moment.LAUNCHED, 1),
+            (40, Moment.COMPLETED, 0),
+            (60, Moment.COMPLETED, 1),
+            (60, Moment.BACKWARD_END, -1),
+        )
+    )
+    assert found["communication_s"] == pytest.approx(60e-9)
+    assert found["overlap"] == 1.0
+
+
+def test_only_the_last_backward_counts() -> None:
+    old = [Stamp(1, Moment.LAUNCHED, 4, 0), Stamp(2, Moment.COMPLETED, 4, 0), Stamp(1, Moment.BACKWARD_END, 4, -1)]
+    new = of_backward_5((10, Moment.BACKWARD_END, -1), (10, Moment.LAUNCHED, 0), (20, Moment.COMPLETED, 0))
+    assert read_overlap(old + new)["overlap"] == 0.0
+
+
+def test_nothing_to_read() -> None:
+    assert read_overlap([]) == {}
+    assert read_overlap(of_backward_5((1, Moment.BACKWARD_END, -1))) == {}

@@ -9,14 +9,10 @@ import pytest
 
 PROGRAM = """
 import sys
-import typer
-from paceline.cli.plan import plan_command
+from paceline.cli import main
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.callback()(lambda: None)
-app.command("plan")(plan_command())
 try:
-    app()
+    main()
 finally:
     assert "torch" not in sys.modules, "torch was loaded"
 """
@@ -49,7 +45,7 @@ def test_the_question_of_the_documentation(tmp_path: Path) -> None:
         (["--batch", "-3"], "batch=-3: expected a whole number, at least 1"),
         (["--device-memory", "big"], "device_memory='big': expected a size such as 24GiB"),
         (["--update", "magic"], "update='magic': expected one of auto, foreach, fused, loop"),
-        (["--json", "no/such/plan.json"], "json='no/such/plan.json': expected a file in a folder that exists"),
+        (["--json", "no/such/plan.json"], "json='no/such/plan.json': expected a file in an existing folder"),
         (["--png", "plan.foo"], "png='plan.foo': expected a file that ends in .png, .svg, .pdf"),
         (["--heads", "0"], "heads=0: expected a whole number, at least 1"),
     ],

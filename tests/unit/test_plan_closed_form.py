@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.memory_plan.assemble import largest_that
-from paceline.memory_plan.closed_form import guess, plan_params, usual_heads
-from paceline.memory_plan.measured import against, compare
-from paceline.memory_plan.numbers import lane_copies, parse_bytes, parse_count, parse_list, show_bytes
-from paceline.memory_plan.states import OPTIMIZERS, PRECISIONS, PlanError, convention
-from paceline.memory_plan.value import MemoryPlan, Traffic
+from paceline.memory_plan.closed_form import PlanSettings, guess, usual_heads
+from paceline.memory_plan.numbers import PlanError, parse_bytes, parse_count, parse_list, show_bytes
+from paceline.memory_plan.rank_memory import largest_that
+from paceline.memory_plan.result import MemoryPlan, Traffic
+from paceline.memory_plan.setup import OPTIMIZERS, PLACEMENTS, PRECISIONS, TrainingSetup
+from paceline.placement import PLACEMENTS as LIBRARY
 from paceline.reducer.lanes import Lanes
 
 GIB = 2**30
 
 
 def gpt2(**changed: Any) -> MemoryPlan:
-    return plan_params(**{"params": 124e6, "batch": 8, "seq": 1024, "vocab": 50304, **changed})
+    usual = {"params": 124e6, "batch": 8, "seq": 1024, "vocab": 50304, "dtype": "float32", "ranks": 1}
+    return PlanSettings(**{**usual, **changed}).plan()
 
 
 @pytest.mark.parametrize(
@@ -32,9 +33,9 @@ def gpt2(**changed: Any) -> MemoryPlan:
     ],
 )
 def test_the_states_are_a_sum_that_can_be_checked(dtype: str, expected: str) -> None:
-    assert convention(dtype, "adamw").startswith(expected)
+    assert TrainingSetup(dtype=dtype, optimizer="adamw").convention.startswith(expected)
     plan = gpt2(dtype=dtype, batch=1, seq=8)
-    update = next(moment for moment in plan.by_ranks[0].moments if moment.is_update)
+    update = next(moment for moment in plan.by_ranks[0].moments if moment.name == "optimizer step")
     states = [line for line in update.lines if line.name in ("parameters", "gradients", "master", "m", "v")]
     per_parameter = int(expected.split(" = ")[1].split()[0])
     assert sum(line.nbytes for line in states) == per_parameter * 124_000_000
@@ -42,7 +43,7 @@ def test_the_states_are_a_sum_that_can_be_checked(dtype: str, expected: str) -> 
 
 def test_gpt2_is_what_torch_counts() -> None:
     """9010 MiB with autocast, 10803 MiB in float32: torch's own tracker on fake tensors, without workspaces."""
-    shape = {"params": 124_475_904, "layers": 12, "width": 768, "heads": 12, "device": "cuda", "fused": True}
+    shape = {"params": 124_475_904, "layers": 12, "width": 768, "heads": 12, "device": "cuda", "update": "fused"}
     for dtype, mib in (("bf16", 9010), ("float32", 10803)):
         total = gpt2(dtype=dtype, **shape).total / 2**20 - 64
         assert total == pytest.approx(mib, rel=0.002)
@@ -56,7 +57,6 @@ def test_lines_add_up_and_the_table_says_so(dtype: str, optimizer: str, device: 
     for item in plan.by_ranks:
         assert item.total == sum(line.nbytes for line in item.peak.lines) == max(m.total for m in item.moments)
         assert len({line.name for line in item.peak.lines}) == len(item.peak.lines)
-        assert item.first_step_total <= item.total
     text = str(plan)
     assert plan.convention in text
     assert show_bytes(plan.total) in text
@@ -70,7 +70,7 @@ def test_more_of_anything_takes_no_less() -> None:
     assert gpt2(accumulate=2).total > gpt2(accumulate=1).total
     assert gpt2(checkpointing=True).total < gpt2().total
     small = {"batch": 1, "seq": 8}
-    assert gpt2(foreach=True, **small).total > gpt2(fused=True, **small).total
+    assert gpt2(update="foreach", **small).total > gpt2(update="fused", **small).total
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,95 @@ def test_a_guessed_width_suits_the_heads_and_guessed_heads_the_width(heads: int)
     assert usual_heads(768) == 12
 
 
+def held(plan: MemoryPlan, ranks: int) -> dict[str, int]:
+    """What a rank holds when backward has ended, by line."""
+    update = next(moment for moment in plan.at(ranks).moments if moment.name == "optimizer step")
+    return {line.name: line.nbytes for line in update.lines}
+
+
+@pytest.mark.parametrize(
+    ("placement", "whole", "cut", "words"),
+    [
+        ("ddp", 16, 0, "= 16 bytes"),
+        ("zero1", 4, 12, "parameters 2 + gradients 2 + (master 4 + m 4 + v 4) / N = 4 + 12 / N bytes"),
+        ("zero2", 2, 14, "parameters 2 + (gradients 2 + master 4 + m 4 + v 4) / N = 2 + 14 / N bytes"),
+        ("zero3", 0, 16, "(parameters 2 + gradients 2 + master 4 + m 4 + v 4) / N = 16 / N bytes"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_bytes_per_parameter_of_a_placement(placement: str, whole: int, cut: int, words: str, ranks: int) -> None:
+    plan = gpt2(dtype="bf16-master", placement=placement, ranks=(1, ranks))
+    assert words in plan.convention
+    lines = held(plan, ranks)
+    states = sum(lines[name] for name in ("parameters", "gradients", "master", "m", "v"))
+    assert states == whole * 124_000_000 + cut * 124_000_000 // ranks
+    parts = 1 if placement == "ddp" else ranks
+    assert lines["gradients in float32"] == 4 * 124_000_000 // parts
+    if placement in ("zero2", "zero3"):
+        assert lines["gradient buckets"] % 2 == 0 and lines["gradient buckets"] > 0
+    assert sum(held(plan, 1)[name] for name in ("parameters", "gradients", "master", "m", "v")) == 16 * 124_000_000
+
+
+def test_parameters_in_shards_are_gathered_by_unit() -> None:
+    plan = gpt2(dtype="bf16-master", placement="zero3", ranks=4, layers=12, width=768, heads=12)
+    root, unit = 124_000_000 - 12 * 12 * 768**2, 12 * 768**2
+    backward = {line.name: line.nbytes for line in plan.by_ranks[0].moments[0].lines}
+    assert backward["gathered parameters"] == 2 * (root + unit)
+    assert backward["unit fetched ahead"] == 2 * unit + 2 * unit // 4
+    assert held(plan, 4)["gradient buckets"] == 2 * 2 * root
+    assert "wrapping the model" in {moment.name for moment in plan.by_ranks[0].moments}
+
+
+def test_each_placement_needs_less_than_the_one_before() -> None:
+    totals = [gpt2(placement=name, ranks=8, batch=1, seq=64).total for name in PLACEMENTS]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+
+
+def test_the_names_of_placements_are_those_of_the_library() -> None:
+    assert tuple(LIBRARY) == PLACEMENTS
+
+
+def test_what_would_fit_is_said() -> None:
+    asked = {"params": "5.5B", "dtype": "bf16-master", "batch": 1, "device_memory": "70GiB"}
+    plan = gpt2(**asked, ranks=2)
+    assert not plan.fits()
+    first = str(plan).splitlines()[0]
+    assert first.startswith("2 ranks: each does NOT fit in 70 GiB") and "would fit: zero" in first, first
+    name = plan.by_ranks[0].instead[0].split(" on ")[0]
+    assert gpt2(**asked, ranks=2, placement=name).fits()
+    alone = gpt2(**asked, ranks=1).by_ranks[0]
+    assert len(alone.instead) == 1 and " ranks (" in alone.instead[0]
+    assert "nor would another placement" in str(gpt2(device_memory="1GiB", batch=64))
+
+
+def test_traffic_of_placements() -> None:
+    size = 4 * 124_000_000  # of gradients, and of parameters
+    sent = {name: gpt2(placement=name, ranks=4).at(4).traffic.sent_bytes for name in PLACEMENTS}
+    assert sent == {"ddp": size * 3 // 2, "zero1": size * 3 // 2, "zero2": size * 3 // 2, "zero3": 3 * size * 3 // 4}
+    known = {"ranks": 4, "link_gbit": 400, "tflops": 1}
+    ddp, zero1 = (gpt2(placement=name, **known).at(4).traffic.exposed_s for name in ("ddp", "zero1"))
+    assert ddp is not None and zero1 is not None
+    assert zero1 - ddp == pytest.approx(size * 3 / 4 / (400e9 / 8), rel=0.1), "the gather after the update is exposed"
+
+
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
-    plan = gpt2(device_bytes=24 * GIB, ranks=(1, 2))
+    plan = gpt2(device_memory=24 * GIB, ranks=(1, 2))
     for item in plan.by_ranks:
         largest = item.largest_batch
         assert largest is not None and largest > 1
         assert gpt2(batch=largest, ranks=item.ranks).fits(24 * GIB)
         assert not gpt2(batch=largest + 1, ranks=item.ranks).fits(24 * GIB)
     assert f"largest batch {plan.largest_batch}" in str(plan)
-    assert gpt2(device_bytes=GIB).largest_batch == 0
-    assert "does NOT fit" in str(gpt2(device_bytes=GIB))
+    assert gpt2(device_memory=GIB).largest_batch == 0
+    assert "does NOT fit" in str(gpt2(device_memory=GIB))
+
+
+def test_the_verdict_comes_first() -> None:
+    first, second, empty = str(gpt2(device_memory="24GiB", ranks="1,2,4")).splitlines()[:3]
+    assert first.startswith("1 rank: fits in 24 GiB: ") and second.startswith("2 and 4 ranks: each fits in 24 GiB: ")
+    assert not empty
+    assert str(gpt2(device_memory=GIB)).startswith("1 rank: does NOT fit in 1 GiB: ")
+    assert str(gpt2()).startswith("1 rank: needs ")
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 1000])
@@ -141,6 +220,11 @@ def test_what_backward_hides() -> None:
         ({"optimizer": "adan"}, "optimizer='adan': expected one of adamw, adam, sgd"),
         ({"dtype": "fp8"}, "dtype='fp8': expected one of float32, bf16, bf16-master, bf16-pure"),
         ({"device": "tpu"}, "device='tpu': expected one of cpu, cuda"),
+        ({"placement": "zero4"}, "placement='zero4': expected one of ddp, zero1, zero2, zero3"),
+        (
+            {"placement": "zero3", "lanes": 8, "ranks": 3},
+            "lanes=8 with placement='zero3': expected a multiple of 3 ranks",
+        ),
         ({"params": -5}, "params=-5: expected a whole number, at least 1"),
         ({"params": float("nan")}, "params=nan"),
         ({"batch": 0}, "batch=0: expected a whole number, at least 1"),
@@ -155,7 +239,7 @@ def test_what_backward_hides() -> None:
         ({"heads": 99_999}, "heads=99999: no width up to 32768 is a multiple"),
         ({"params": 1e6}, "params=1000000: expected more than the 3,219,456 that vocab=50304 × width=64 takes"),
         (
-            {"width": 1536, "tied": False},
+            {"width": 1536, "untied": True},
             "expected more than the 154,533,888 that vocab=50304 × width=1536, twice, takes",
         ),
         ({"layers": 96, "width": 768}, "params=124000000: expected about the 718,110,720 that layers=96 of width=768"),
@@ -163,11 +247,10 @@ def test_what_backward_hides() -> None:
         ({"ranks": (1, 0)}, "ranks=0"),
         ({"ranks": ()}, "ranks=()"),
         ({"accumulate": 0}, "accumulate=0"),
-        ({"device_bytes": -1}, "device_bytes=-1"),
+        ({"device_memory": -1}, "device_memory=-1"),
         ({"link_gbit": 0.0}, "link_gbit=0.0: expected a number above 0"),
         ({"tflops": -2.0}, "tflops=-2.0"),
-        ({"foreach": True, "fused": True}, "foreach=True and fused=True"),
-        ({"optimizer": "rmsprop", "fused": True}, "rmsprop has no fused step"),
+        ({"optimizer": "rmsprop", "update": "fused"}, "rmsprop has no fused step"),
     ],
 )
 def test_bad_input_names_the_field_and_what_it_accepts(changed: dict[str, Any], words: str) -> None:
@@ -200,16 +283,11 @@ def test_numbers_nobody_understands(parse: Callable[[str, str], Any], text: str)
 
 def test_plan_against_measured() -> None:
     plan = gpt2(ranks=(1, 2))
-    off = compare(plan, int(plan.total / 1.05))
-    assert off.off == pytest.approx(0.05, abs=1e-4)
-    assert "the plan is +5.0%" in against(plan, int(plan.total / 1.05))
-    text = against(plan, plan.total, ranks=2)
+    assert "the plan is +5.0%" in plan.against(int(plan.total / 1.05))
+    text = plan.against(plan.total, ranks=2)
     assert "planned" in text and "measured" in text and show_bytes(plan.at(2).total) in text
-    first = against(plan, plan.first_step_total, first_step=True)
-    assert show_bytes(plan.first_step_total) in first
-    assert "+0.0%" in first
     with pytest.raises(PlanError, match="measured_bytes=0"):
-        compare(plan, 0)
+        plan.against(0)
     with pytest.raises(PlanError, match="ranks=3: this plan was made for 1, 2"):
         plan.at(3)
     with pytest.raises(PlanError, match="device_bytes"):
@@ -227,7 +305,7 @@ def test_sums_of_lanes_are_planned_as_they_are_folded(lanes: int, ranks: int) ->
                 folds.fold(0, torch.zeros(1))
             folds.close(1.0)
             held = max(held, len(folds._sums.get(0, ())))
-    assert lane_copies(lanes, ranks) == held
+    assert TrainingSetup(ranks=(ranks,), lanes=lanes).lane_copies(ranks) == held
     plain, planned = (gpt2(ranks=ranks, lanes=given).total for given in (None, lanes))
     assert planned - plain >= held * 4 * 124e6
 

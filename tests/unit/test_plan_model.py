@@ -9,21 +9,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.bare import bare
-from paceline.bench.model import GPT
+from paceline.bench.gpt import BenchGPT
 from paceline.bench.spec import GPTShape
-from paceline.memory_plan.assemble import LIBRARY_BYTES
-from paceline.memory_plan.closed_form import plan_params
+from paceline.memory_plan.closed_form import PlanSettings
+from paceline.memory_plan.numbers import PlanError
 from paceline.memory_plan.of_model import plan
-from paceline.memory_plan.states import PlanError
+from paceline.memory_plan.rank_memory import LIBRARY_BYTES
 from paceline.train import model as trained
 from paceline.train.sizes import Shape
 
 SHAPE = GPTShape(vocabulary=512, width=64, layers=3, heads=4, context=32)
 
 
-def gpt(device: str = "meta") -> GPT:
+def gpt(device: str = "meta") -> BenchGPT:
     with torch.device(device):
-        return GPT(SHAPE)
+        return BenchGPT(SHAPE)
 
 
 def text(batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,11 +42,11 @@ def test_a_followed_gpt_agrees_with_the_closed_form(dtype: str, checkpointing: b
     with torch.device("meta"):
         model = trained.GPT(shape, 512, checkpointing=checkpointing)
     followed = plan(model, text(16), dtype=dtype, ranks=(1, 2))
-    formula = plan_params(
-        followed.parameters,
-        16,
-        32,
-        512,
+    formula = PlanSettings(
+        params=followed.parameters,
+        batch=16,
+        seq=32,
+        vocab=512,
         layers=3,
         width=64,
         heads=4,
@@ -54,7 +54,7 @@ def test_a_followed_gpt_agrees_with_the_closed_form(dtype: str, checkpointing: b
         ranks=(1, 2),
         device="cpu",
         checkpointing=checkpointing,
-    )
+    ).plan()
     # Without the constant that both share.
     for one, other in zip(followed.by_ranks, formula.by_ranks, strict=True):
         assert one.total - LIBRARY_BYTES == pytest.approx(other.total - LIBRARY_BYTES, rel=0.05)
@@ -75,7 +75,7 @@ def test_nothing_is_touched() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     batch = (torch.zeros(4, 8), torch.zeros(4, 2))
-    plan(model, batch, loss=F.mse_loss, device_bytes=2**30)
+    plan(model, batch, loss=F.mse_loss, device_memory=2**30)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(param.grad is None and type(param) is nn.Parameter for param in model.parameters())
@@ -172,7 +172,7 @@ def test_optimizers_at_hand_are_read() -> None:
 
 def test_the_largest_batch_is_that_of_following_it_again() -> None:
     room = plan(gpt(), text(4), device="cuda").by_ranks[0].total_with_outside + 20 * 2**20
-    found = plan(gpt(), text(4), device="cuda", device_bytes=room)
+    found = plan(gpt(), text(4), device="cuda", device_memory=room)
     largest = found.largest_batch
     assert largest is not None and largest > 4
     assert plan(gpt(), text(largest), device="cuda").fits(room)
@@ -182,7 +182,7 @@ def test_the_largest_batch_is_that_of_following_it_again() -> None:
 def test_without_a_batch_the_states_are_planned() -> None:
     found = plan(gpt(), optimizer="adamw", fused=True)
     assert found.total >= 16 * found.parameters
-    assert "activations are not in it" in str(found)
+    assert "activations are not included" in str(found)
 
 
 def test_wrapped_models_are_unwrapped() -> None:
@@ -190,6 +190,11 @@ def test_wrapped_models_are_unwrapped() -> None:
     compiled = nn.Module()
     compiled._orig_mod = model  # as torch.compile does
     assert bare(compiled) is model
+
+
+def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(TypeError, match="plan\\(\\) has no argument rank; expected ranks, accumulate, lanes"):
+        plan(nn.Linear(2, 2), rank=2)
 
 
 class Curious(nn.Module):
@@ -210,7 +215,8 @@ class Curious(nn.Module):
         ({"optimizer": "adan"}, "optimizer='adan'"),
         ({"device": "tpu"}, "device='tpu': expected one of cpu, cuda"),
         ({"ranks": -1}, "ranks=-1"),
-        ({"device_bytes": 0}, "device_bytes=0"),
+        ({"foreach": True, "fused": True}, "foreach=True and fused=True"),
+        ({"device_memory": 0}, "device_memory=0"),
         ({"batch": ("no tensor",)}, "batch: expected a tensor"),
         ({"loss": None}, "expected the model to return its loss, one number, got [2, 4]: pass loss="),
         ({"batch": torch.zeros(2, 9)}, "could not be followed without memory: RuntimeError"),

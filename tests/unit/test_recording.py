@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cli.determinism import compare
 from paceline.collectives.local import LocalTransport
 from paceline.errors import UsageError
 from paceline.replica import recording
 from paceline.replica.recording import Recording, recording_asked
+from paceline.replica.recording_diff import compare
 from tests.models import DDP, mlp, seeded
 
 Lines = list[dict[str, Any]]
@@ -63,8 +63,8 @@ def record(
 
     def train() -> None:
         for step in range(first, first + 1000):
-            micros = [torch.full((5, 4), 1.0 + step + lane + data()) for lane in range(lanes or 1)]
-            for x in model.lanes(micros, step) if lanes else micros:
+            microbatches = [torch.full((5, 4), 1.0 + step + lane + data()) for lane in range(lanes or 1)]
+            for x in model.lanes(microbatches, step) if lanes else microbatches:
                 model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -102,7 +102,7 @@ def test_a_module_with_a_generator_of_its_own_is_named(twice: Twice, lanes: int 
     code, text = twice(make=lambda: net(Own), lanes=lanes)
     assert code == 1
     where = "step 0, lane 0" if lanes else "step 0"
-    assert f"DIFFER first in the output of 1 (Own), {where}; all before it is equal" in text
+    assert f"DIFFER first in the output of 1 (Own), {where}; everything before it is equal" in text
     assert "draws" in text
 
 
@@ -125,20 +125,20 @@ def test_weights_data_and_optimizers_that_differ_are_told_apart(twice: Twice) ->
     for first in (0, 500):  # as in a resumed run
         code, text = twice(make=start, first=first)
         assert code == 1
-        assert f"the weights of 0.weight at the begin, step {first}" in text and "before it is built" in text
+        assert f"the weights of 0.weight at the start, step {first}" in text and "before it is built" in text
     code, text = twice(data=lambda: time.time_ns() % 1000003)
     assert code == 1
     assert "input 0 (Tensor), step 0, lane 0" in text and "seed the order" in text
     code, text = twice(after_step=noise)
     assert code == 1
-    assert "the weights of 0.weight at the begin, step 1" in text and "the optimizer" in text
+    assert "the weights of 0.weight at the start, step 1" in text and "the optimizer" in text
 
 
 def test_a_kernel_of_backward_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = record(tmp_path / "a", monkeypatch)
     other = [dict(line) for line in lines]
     place = next(number for number, line in enumerate(lines) if line["kind"] == "gradient")
-    other[place]["word"] += 1
+    other[place]["digest"] += 1
     code, said = compare(lines, other, "train.py")
     assert code == 1
     assert "DIFFER first in the gradient of 3.bias, step 0, lane 0" in said[0] and "kernel of backward" in said[1]
@@ -171,7 +171,7 @@ def test_sparse_gradients_are_read_and_what_cannot_be_is_left_out(tmp_path: Path
     Recording(tmp_path / "a", model, None, steps=5)
     model(torch.tensor([3, 3, 1])).sum().backward()
     (line,) = [json.loads(x) for x in (tmp_path / "a").read_text().splitlines() if '"gradient"' in x]
-    assert line["word"] is not None
+    assert line["digest"] is not None
 
 
 def test_nothing_is_recorded_unless_asked() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.agree.capsule import Capsule, write_capsule
-from paceline.agree.word import word_of
+from paceline.agree.state_digest import state_digest
 from paceline.cli.replay import main
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
@@ -75,15 +75,15 @@ def not_a_loss(model: nn.Module, batch: Any) -> str:
     return "none"
 
 
-def micro(number: int) -> torch.Tensor:
+def microbatch(number: int) -> torch.Tensor:
     return torch.rand(6, 4, generator=torch.Generator().manual_seed(number))
 
 
 def wholly(model: nn.Module, **more: Any) -> Capsule:
     """A capsule of two ranks with two lanes each."""
     given: dict[str, Any] = {"kind": "not-finite", "ranks": (1,), "error": "it went wrong"}
-    given |= {"rank": 1, "world_size": 2, "lanes": (2, 3), "batch": [micro(2), micro(3)], "seed": 7}
-    given["others"] = ({"rank": 0, "lanes": (0, 1), "batch": [micro(0), micro(1)], "rng": None},)
+    given |= {"rank": 1, "world_size": 2, "lanes": (2, 3), "batch": [microbatch(2), microbatch(3)], "seed": 7}
+    given["others"] = ({"rank": 0, "lanes": (0, 1), "batch": [microbatch(0), microbatch(1)], "rng": None},)
     return Capsule(step=12, state=model.state_dict(), **(given | more))
 
 
@@ -101,7 +101,7 @@ def replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Replay:
 
 
 def test_the_first_tensor_that_is_not_finite_is_named(replay: Replay) -> None:
-    batch = [micro(2), micro(3)]
+    batch = [microbatch(2), microbatch(3)]
     batch[1][4, 2] = float("inf")
     code, text = replay(wholly(net(), batch=batch), model=f"{HERE}:net")
     assert code == 0
@@ -113,7 +113,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(replay: Replay) -> None:
 
 
 def test_it_is_the_innermost_module_that_made_it(replay: Replay) -> None:
-    code, text = replay(wholly(root(), batch=[micro(2), micro(3)]), model=f"{HERE}:root")
+    code, text = replay(wholly(root(), batch=[microbatch(2), microbatch(3)]), model=f"{HERE}:root")
     assert code == 0
     assert "first in the output of 3 (Root):" in text
 
@@ -134,7 +134,7 @@ def flat() -> nn.Module:
 def test_what_is_finite_is_not_reproduced(replay: Replay) -> None:
     code, text = replay(wholly(net()), model=f"{HERE}:net")
     assert code == 1
-    assert "not reproduced: all that was computed is finite" in text
+    assert "not reproduced: everything that was computed is finite" in text
 
 
 def test_random_numbers_are_those_of_the_lane(replay: Replay) -> None:
@@ -144,7 +144,7 @@ def test_random_numbers_are_those_of_the_lane(replay: Replay) -> None:
     for lane in range(4):
         with put_back():
             torch.manual_seed(mixed(7, 12, lane))
-            expected.append(f"{float(model(micro(lane)).detach().mean()):.6g}")
+            expected.append(f"{float(model(microbatch(lane)).detach().mean()):.6g}")
             model = net()
     _, text = replay(wholly(net()), model=f"{HERE}:net")
     assert [line.split()[2] for line in text.splitlines() if line[:1].isdigit()] == expected
@@ -155,9 +155,14 @@ def test_without_lanes_the_saved_generators_are_taken_and_the_loss_may_be_ones_o
     with put_back():
         torch.manual_seed(99)
         state = rng_state()
-        expected = float(squares(model, (micro(0), micro(1))).detach())
+        expected = float(squares(model, (microbatch(0), microbatch(1))).detach())
     plain = wholly(
-        net(), lanes=(), others=(), rng=state, batch={"args": (micro(0), micro(1)), "kwargs": {}}, kind="crash"
+        net(),
+        lanes=(),
+        others=(),
+        rng=state,
+        batch={"args": (microbatch(0), microbatch(1)), "kwargs": {}},
+        kind="crash",
     )
     code, text = replay(plain, model=f"{HERE}:net", loss=f"{HERE}:squares")
     assert code == 1 and "nothing was raised" in text
@@ -166,7 +171,7 @@ def test_without_lanes_the_saved_generators_are_taken_and_the_loss_may_be_ones_o
 
 
 def test_a_crash_comes_again(replay: Replay) -> None:
-    capsule = wholly(picky(), kind="crash", error="ArithmeticError: below zero", batch=[micro(2), -micro(3)])
+    capsule = wholly(picky(), kind="crash", error="ArithmeticError: below zero", batch=[microbatch(2), -microbatch(3)])
     code, text = replay(capsule, model=f"{HERE}:picky")
     assert code == 0
     assert "reproduced: rank 1, lane 3 raises ArithmeticError: below zero" in text
@@ -175,11 +180,11 @@ def test_a_crash_comes_again(replay: Replay) -> None:
 
 
 def test_rows_that_all_raise_something_else_tell_nothing(replay: Replay) -> None:
-    """Though the input is not finite, nothing was run; a loss that does not fit the micro does that."""
-    spoilt = [micro(2) * float("nan"), micro(3)]
+    """Though the input is not finite, nothing was run; a loss that does not fit the microbatch does that."""
+    spoilt = [microbatch(2) * float("nan"), microbatch(3)]
     code, text = replay(wholly(net(), batch=spoilt), model=f"{HERE}:net", loss=f"{HERE}:squares")
     assert code == 2
-    assert "it cannot be told: nothing could be run, rank 0, lane 0 raises ValueError" in text
+    assert "inconclusive: no forward could be run; rank 0, lane 0 raises ValueError" in text
     assert "reproduced" not in text
     assert "in lanes, what model.lanes() yielded, and otherwise the tuple of forward's arguments" in text
 
@@ -189,8 +194,8 @@ def test_what_was_raised_in_backward_may_not_be_known(replay: Replay) -> None:
     code, text = replay(capsule, model=f"{HERE}:Fragile")
     assert code == 0 and "reproduced: rank 0, lane 0 raises RuntimeError: fragile" in text
     code, text = replay(wholly(picky(), kind="crash", error="backward raised"), model=f"{HERE}:picky")
-    assert code == 1 and "nothing was raised; the capsule holds the micros as dealt" in text
-    batch = [micro(2), -micro(3)]
+    assert code == 1 and "nothing was raised; the capsule holds the microbatches as your loop was given them" in text
+    batch = [microbatch(2), -microbatch(3)]
     code, text = replay(wholly(picky(), kind="crash", error="backward raised", batch=batch), model=f"{HERE}:picky")
     assert code == 1 and "raises something else: ArithmeticError" in text
 
@@ -211,29 +216,29 @@ class Fragile(nn.Linear):
 
 
 def test_every_micro_of_a_rank_is_run(replay: Replay) -> None:
-    given = [micro(number) for number in range(2)]
+    given = [microbatch(number) for number in range(2)]
     given[1][0, 0] = float("nan")
     entries: list[dict[str, Any]] = [{"args": (one,), "kwargs": {}, "rng": None} for one in given]
     plain = wholly(net(), lanes=(), others=(), batch=entries)
     code, text = replay(plain, model=f"{HERE}:net")
     assert code == 0
-    assert "reproduced: rank 1, micro 1: not finite, first in input: 1 × NaN" in text
+    assert "reproduced: rank 1, microbatch 1: not finite, first in input: 1 × NaN" in text
 
 
 def test_a_step_that_differs_by_itself_explains_a_divergence(replay: Replay) -> None:
     code, text = replay(wholly(unsteady(), kind="divergence"), model=f"{HERE}:unsteady")
     assert code == 0
-    assert "rank 0, lane 0 gives other bits when it is run again, first in the gradient of 0.weight" in text
+    assert "rank 0, lane 0 gives different bits when it is run again, first in the gradient of 0.weight" in text
     code, text = replay(wholly(net(), kind="divergence"), model=f"{HERE}:net")
     assert code == 1
     assert "every lane gives the same bits when it is run twice" in text
 
 
-def test_words_tell_what_the_ranks_held(replay: Replay) -> None:
+def test_digests_tell_what_the_ranks_held(replay: Replay) -> None:
     model = net()
-    mine = word_of([model.state_dict()["0.weight"]])
-    words = {"0.weight": [mine + 1, mine], "0.bias": [5, 5]}
-    code, text = replay(wholly(model, kind="divergence", settings={"words": words}), model=f"{HERE}:net")
+    mine = state_digest([model.state_dict()["0.weight"]])
+    digests = {"0.weight": [mine + 1, mine], "0.bias": [5, 5]}
+    code, text = replay(wholly(model, kind="divergence", settings={"words": digests}), model=f"{HERE}:net")
     assert code == 0
     assert "0.weight: rank 0:" in text and "; rank 1:" in text
     assert "0.bias" not in text
@@ -245,9 +250,9 @@ def test_the_trainers_model_is_known(replay: Replay) -> None:
     with torch.no_grad():
         model.blocks[1].down.weight[3, 5] = float("nan")  # type: ignore[operator,union-attr]
     tokens = torch.randint(300, (2, 2, 65), generator=torch.Generator().manual_seed(0))
-    micros = [[(text[:, :-1], text[:, 1:])] for text in tokens]
+    microbatches = [[(text[:, :-1], text[:, 1:])] for text in tokens]
     settings = {"train": {"size": "nano", "dropout": 0.1, "no_longer_known": 1}}
-    capsule = wholly(model, settings=settings, batch=[micros[0], micros[0]], others=())
+    capsule = wholly(model, settings=settings, batch=[microbatches[0], microbatches[0]], others=())
     code, text = replay(capsule)
     assert code == 0, text
     assert "first in blocks.1.down.weight, before the step: 1 × NaN" in text
@@ -260,8 +265,8 @@ def test_the_trainers_model_is_known(replay: Replay) -> None:
         ({"model": "nothing"}, "expected module:function"),
         ({"model": f"{HERE}:nobody"}, "cannot be loaded"),
         ({"model": f"{HERE}:HERE"}, "expected a function, got str"),
-        ({"model": f"{HERE}:micro"}, "micro: the function raised TypeError"),
-        ({"model": f"{HERE}:picky"}, "is not the one of the capsule"),
+        ({"model": f"{HERE}:microbatch"}, "microbatch: the function raised TypeError"),
+        ({"model": f"{HERE}:picky"}, "does not match the model in the capsule"),
         ({"model": f"{HERE}:net", "loss": f"{HERE}:not_a_loss"}, "expected a tensor with one number, got str"),
         ({"model": f"{HERE}:net", "device": "tpu"}, "--device tpu: expected cpu or cuda"),
     ],
@@ -284,10 +289,10 @@ def test_what_a_replica_wrote_is_run_again(tmp_path: Path, capsys: pytest.Captur
         agreement = Agreement(not_finite="skip", capsules=tmp_path)
         model = DDP(net(), transport=transport, lanes=4, seed=7, agreement=agreement)
         for step in range(3):
-            micros = [micro(10 * step + lane) for lane in model.own_lanes]
+            microbatches = [microbatch(10 * step + lane) for lane in model.own_lanes]
             if step == 2 and transport.rank == 1:
-                micros[1][0, 0] = float("nan")
-            for x in model.lanes(micros, step):
+                microbatches[1][0, 0] = float("nan")
+            for x in model.lanes(microbatches, step):
                 model(x).mean().backward()
             model.zero_grad()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.collectives.shm import memory
+from paceline.collectives.shm import memfd
 from paceline.collectives.shm.room import shortage
 from paceline.errors import SharedMemoryFull
 
@@ -62,7 +62,7 @@ def test_a_control_group_has_what_its_limit_leaves_and_pages_of_files(
     write(groups, files)
     assert shortage(2 * GIB, proc, groups) == ""
     said = shortage(2 * GIB + 1, proc, groups)
-    assert said.endswith(f"may use {8 * GIB:,} bytes in all, and {2 * GIB:,} of them are left")
+    assert said.endswith(f"is limited to {8 * GIB:,} bytes, of which {2 * GIB:,} are left")
 
 
 def test_the_limit_of_a_group_above_holds_too(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_the_limit_of_a_group_above_holds_too(tmp_path: Path) -> None:
     write(groups, {"a/b/memory.max": "max", "a/b/memory.current": 5})
     assert shortage(50 * GIB, proc, groups) == ""
     write(groups, {"a/memory.max": GIB, "a/memory.current": GIB + 5})
-    assert shortage(memory.WORTH_ASKING, proc, groups).endswith("and 0 of them are left")
+    assert shortage(memfd.WORTH_ASKING, proc, groups).endswith("of which 0 are left")
 
 
 def test_in_a_container_the_group_is_found_though_its_path_is_that_of_the_host(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_swap_that_a_group_may_use_counts(tmp_path: Path) -> None:
 
 
 def test_what_is_short_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "shortage", lambda nbytes: f"{nbytes:,} are too many")
-    memory.create(memory.PAGE, "a page").close()
+    monkeypatch.setattr(memfd, "shortage", lambda nbytes: f"{nbytes:,} are too many")
+    memfd.create(memfd.PAGE, "a page").close()
     with pytest.raises(SharedMemoryFull, match=r"for a bucket: 1,048,576 are too many; free memory first"):
-        memory.create(memory.WORTH_ASKING, "a bucket")
+        memfd.create(memfd.WORTH_ASKING, "a bucket")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from paceline.layout import ParamMeta
-from paceline.reducer.slot import GradSlot, first_with_something
+from paceline.reducer.bucket import GradSlot
+from paceline.reducer.unreduced import first_nonzero
 
 
 def slot(index: int, grad: torch.Tensor | None) -> GradSlot:
@@ -34,11 +35,11 @@ NOTHING = [None, torch.zeros(3), torch.zeros(2, 2, dtype=torch.bfloat16), torch.
 )
 def test_the_first_that_is_not_zero(grad: torch.Tensor) -> None:
     slots = [slot(index, one) for index, one in enumerate([*NOTHING, grad, torch.ones(2).to_sparse(), torch.ones(1)])]
-    found = first_with_something(slots)
+    found = first_nonzero(slots)
     assert found is not None
     assert found.meta.name == f"p{len(NOTHING)}"
 
 
 def test_zeros_are_nothing() -> None:
-    assert first_with_something([slot(index, one) for index, one in enumerate(NOTHING)]) is None
-    assert first_with_something([]) is None
+    assert first_nonzero([slot(index, one) for index, one in enumerate(NOTHING)]) is None
+    assert first_nonzero([]) is None

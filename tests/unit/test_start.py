@@ -84,7 +84,7 @@ def test_bad_names_are_refused() -> None:
 
 
 def test_ranks_that_were_not_told_where_to_meet_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorldError, match="rank 0 of 2 does not know where to meet the others: expected MASTER_ADDR"):
+    with pytest.raises(WorldError, match="rank 0 of 2 does not know where to find rank 0: expected MASTER_ADDR"):
         init(rank=0, world_size=2)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(WorldError, match="expected MASTER_PORT, got none"):

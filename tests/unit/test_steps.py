@@ -7,9 +7,9 @@ import pickle
 import pytest
 import torch
 
-from paceline.collectives.api import Work
+from paceline.collectives.protocols import Work
 from paceline.strategies.memory import ParamMemory, clear_unless_finite
-from paceline.strategies.steps import SteppedWork, Steps
+from paceline.strategies.multi_step import SteppedWork, Steps
 
 
 class Fake:

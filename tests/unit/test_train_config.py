@@ -1,13 +1,16 @@
 """Settings of `paceline train`: what is accepted, and what is said about what is not."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.config import CHOICES, ConfigError, TrainConfig, build, from_toml, to_toml
+from paceline.train.config import ConfigError, TrainConfig, build, from_toml, to_toml
 from paceline.train.sizes import SIZES
+
+CHOICES = {item.name: item.metadata["choices"] for item in fields(TrainConfig) if item.metadata["choices"]}
 
 
 def test_what_is_printed_can_be_read_back(tmp_path: Path) -> None:

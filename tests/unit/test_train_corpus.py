@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from paceline.train.corpus import HELD_OUT_EVERY, CorpusError, find_files, read_corpus
-from paceline.train.text import Windows
-from paceline.train.tokenizer import BPETokenizer, ByteTokenizer
+from paceline.train.samples import BPETokenizer, ByteTokenizer, TokenWindows
 
 
 def test_the_standard_library_is_a_corpus() -> None:
@@ -47,7 +46,7 @@ def test_what_is_no_corpus_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"no text files in that folder"):
         read_corpus(str(tmp_path))
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(CorpusError, match=r"hold no text"):
+    with pytest.raises(CorpusError, match=r"contain no text"):
         read_corpus(str(tmp_path))
 
 
@@ -61,12 +60,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_windows_follow_each_other_and_miss_nothing() -> None:
-    windows = Windows(torch.arange(21, dtype=torch.uint8), 5, "training")
+    windows = TokenWindows(torch.arange(21, dtype=torch.uint8), 5, "training")
     assert len(windows) == 4
     assert [windows[index][0].tolist() for index in range(4)] == [list(range(i, i + 5)) for i in (0, 5, 10, 15)]
     assert all(torch.equal(inputs + 1, targets) for inputs, targets in (windows[index] for index in range(4)))
     with pytest.raises(CorpusError, match=r"context=30 is longer than the training text, which has 21 tokens"):
-        Windows(torch.arange(21), 30, "training")
+        TokenWindows(torch.arange(21), 30, "training")
 
 
 def test_bytes_come_back() -> None:

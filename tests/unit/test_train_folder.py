@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.train.config import TrainConfig
-from paceline.train.folder import RunFolder
+from paceline.train.run_folder import RunFolder
 
 
 def config_for(path: Path, **settings: object) -> TrainConfig:
@@ -20,7 +20,7 @@ def config_for(path: Path, **settings: object) -> TrainConfig:
 def prepare_elsewhere(path: Path) -> str:
     """What another process is told that wants to train in `path`."""
     script = (
-        "import sys; from paceline.train.config import TrainConfig; from paceline.train.folder import RunFolder\n"
+        "import sys; from paceline.train.config import TrainConfig; from paceline.train.run_folder import RunFolder\n"
         "try: RunFolder.prepare(TrainConfig(out=sys.argv[1]))\n"
         "except ValueError as error: print(error)"
     )
@@ -58,7 +58,7 @@ def test_a_run_that_is_made_longer_keeps_its_rates(tmp_path: Path) -> None:
 
 def test_a_run_is_not_taken_up_as_another_one(tmp_path: Path) -> None:
     first = RunFolder.prepare(config_for(tmp_path / "run"))
-    said = f"another `paceline train` is at work in {tmp_path / 'run'} (process {os.getpid()} on "
+    said = f"another `paceline train` is running in {tmp_path / 'run'} (process {os.getpid()} on "
     assert said in prepare_elsewhere(tmp_path / "run")
     first.release()
     assert prepare_elsewhere(tmp_path / "run") == ""
@@ -69,7 +69,7 @@ def test_a_run_is_not_taken_up_as_another_one(tmp_path: Path) -> None:
         UsageError, match=r"was started with batch=2, got batch=4; .*expected batch=2, or another --out"
     ):
         RunFolder.prepare(config_for(tmp_path / "run", batch=4))
-    with pytest.raises(UsageError, match=r"holds a run already and resume='never' would write over it"):
+    with pytest.raises(UsageError, match=r"already holds a run, which resume='never' would overwrite"):
         RunFolder.prepare(config_for(tmp_path / "run", resume="never"))
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.cli.train_screen import program, sparkline
+from paceline.cli.train_output import program, sparkline
 from paceline.errors import UsageError
 from paceline.train import trackers
 from paceline.train.config import TrainConfig
-from paceline.train.folder import RunFolder
-from paceline.train.model import GPT, matrices_and_vectors
-from paceline.train.report import facts, write_picture, write_report
-from paceline.train.schedule import jump_at, rate_at
+from paceline.train.model import GPT
+from paceline.train.optimizer import jump_at, matrices_and_vectors, rate_at
+from paceline.train.run_folder import RunFolder
+from paceline.train.run_report import facts, write_picture, write_report
 from paceline.train.sizes import SIZES
 from paceline.train.trackers import open_trackers
 
@@ -26,6 +26,7 @@ RESULT = {
     "own_steps": 2,
     "ranks": 2,
     "lanes": 8,
+    "placement": "ddp",
     "seconds": 1.5,
     "parameters": 1000,
     "source": "a <text>",
@@ -47,10 +48,10 @@ RESULT = {
 }
 
 
-@pytest.mark.parametrize("size", ["nano", "tiny", "small"])
-def test_a_shape_knows_its_parameters(size: str) -> None:
-    net = GPT(SIZES[size], 256)
-    assert sum(p.numel() for p in net.parameters()) == SIZES[size].parameters(256)
+def test_the_size_gpt2_has_the_parameters_of_gpt2() -> None:
+    with torch.device("meta"):
+        net = GPT(SIZES["gpt2"], 50257)
+    assert sum(p.numel() for p in net.parameters()) == 124_439_808
     matrices, vectors = matrices_and_vectors(net)
     assert len(matrices) + len(vectors) == len(list(net.parameters()))
 
@@ -103,10 +104,11 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path) -
     page = folder.report_file.read_text()
     assert "&lt;b&gt;not bold" in page and "a &lt;text&gt;" in page
     assert '<meta name="viewport"' in page
+    assert f"ranks = {RESULT['ranks']} " in page, "the number that ran, where the setting leaves it to the machine"
     for line in (RESULT["date"], "a &lt;CPU&gt;, 2 cores", RESULT["versions"]):
         assert str(line) in page
     assert "src=" not in page.replace('src="data:', "") and "href" not in page
-    assert ("resumed", "from step 1, 2 step(s) done again") in facts(RESULT)
+    assert ("resumed", "from step 1; 2 steps repeated") in facts(RESULT)
 
 
 def test_trackers_are_known_by_name_and_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,14 +144,19 @@ class Flaky:
         raise OSError("nor can it be closed")
 
 
-def no_tracker() -> Flaky:
+def no_tracker() -> trackers.Tracker:
     raise PermissionError("no key")
 
 
 def test_a_tracker_that_raises_is_reported_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     sound, flaky, broken = Flaky(), Flaky(2, 4, 5), Flaky(*range(10))
     opened = trackers.Trackers(
-        {"none": no_tracker, "sound": lambda: sound, "flaky": lambda: flaky, "broken": lambda: broken}
+        {
+            "none": no_tracker,
+            "sound": lambda: trackers.Tracker(sound.log, sound.close),
+            "flaky": lambda: trackers.Tracker(flaky.log, flaky.close),
+            "broken": lambda: trackers.Tracker(broken.log, broken.close),
+        }
     )
     for step in range(10):
         opened.log({"loss": 1.0}, step)

@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.distributed_c10d import Store
 
 from paceline.collectives import watch as watch_module
-from paceline.collectives.peers import Identity, Record, StoreCall, Wait
+from paceline.collectives.peers import Identity, PeerRecord, Wait
+from paceline.collectives.store_call import StoreCall
 from paceline.collectives.watch import ANSWER_WITHIN_S, Reports, StoreWatch
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent, PeerLost
 
@@ -54,7 +55,7 @@ def every_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "ANSWER_WITHIN_S", 0.1)
 
 
-def post(store: Store, rank: int, record: Record) -> None:
+def post(store: Store, rank: int, record: PeerRecord) -> None:
     store.set(f"paceline/rank/{rank}", record.encode())
 
 
@@ -95,15 +96,15 @@ def test_a_wait_is_posted_and_taken_back(store: HashStore) -> None:
 
 
 def test_reports_grow_rare() -> None:
-    reports = Reports(3.0)
+    reports = Reports()
     told = [second for second in range(1001) if reports.due(float(second))]
     assert told == [3, 10, 30, 100, 300, 1000]
 
 
 def test_absent_ranks_are_reported_by_name(store: HashStore, caplog: pytest.LogCaptureFixture) -> None:
     watch = StoreWatch(store, 0, 4)
-    post(store, 1, Record(Identity.own(), last="bucket 7 of backward 1"))
-    post(store, 2, Record(elsewhere(), waits=waits("buffers")))
+    post(store, 1, PeerRecord(Identity.own(), last="bucket 7 of backward 1"))
+    post(store, 2, PeerRecord(elsewhere(), waits=waits("buffers")))
     with caplog.at_level(logging.WARNING, logger="paceline"):
         for waited_s in (2.9, 3.2, 3.3, 9.9):
             watch.look("bucket 1", waited_s)
@@ -128,7 +129,7 @@ def test_a_store_that_is_gone_is_not_asked_again(tmp_path: Path, caplog: pytest.
     (tmp_path / "store").symlink_to("store")
     began = time.monotonic()
     error = watch.explain("bucket 0", 0.1, CLOSED)
-    assert isinstance(error, PeerLost) and "which rank died cannot be told" in str(error)
+    assert isinstance(error, PeerLost) and "it is not known which rank died" in str(error)
     assert time.monotonic() - began < ANSWER_WITHIN_S / 2
     assert not caplog.messages
 
@@ -136,8 +137,8 @@ def test_a_store_that_is_gone_is_not_asked_again(tmp_path: Path, caplog: pytest.
 def test_a_dead_peer_is_raised_by_name(store: HashStore) -> None:
     watch = StoreWatch(store, 0, 3)
     gone = ended()
-    post(store, 1, Record(Identity.own()))
-    post(store, 2, Record(gone))
+    post(store, 1, PeerRecord(Identity.own()))
+    post(store, 2, PeerRecord(gone))
     with pytest.raises(PeerLost, match=rf"^rank 2 \(pid {gone.pid} on host .*waited 0.6 s in bucket 0") as caught:
         watch.look("bucket 0", 0.6)
     assert caught.value.ranks == (2,)
@@ -145,7 +146,7 @@ def test_a_dead_peer_is_raised_by_name(store: HashStore) -> None:
 
 def test_a_process_number_used_again_is_not_the_peer(store: HashStore) -> None:
     watch = StoreWatch(store, 0, 2)
-    post(store, 1, Record(replace(Identity.own(), started="1")))
+    post(store, 1, PeerRecord(replace(Identity.own(), started="1")))
     with pytest.raises(PeerLost):
         watch.look("bucket 0", 0.6)
 
@@ -165,8 +166,8 @@ def test_a_zombie_is_dead() -> None:
 
 def test_a_broken_connection_names_the_dead_rank(store: HashStore) -> None:
     watch = StoreWatch(store, 0, 3)
-    post(store, 1, Record(ended()))
-    post(store, 2, Record(Identity.own()))
+    post(store, 1, PeerRecord(ended()))
+    post(store, 2, PeerRecord(Identity.own()))
     error = watch.explain("bucket 0", 0.2, CLOSED)
     assert isinstance(error, PeerLost)
     assert error.ranks == (1,)
@@ -175,8 +176,8 @@ def test_a_broken_connection_names_the_dead_rank(store: HashStore) -> None:
 
 def test_a_survivor_that_went_down_is_not_blamed(store: HashStore) -> None:
     watch = StoreWatch(store, 0, 3)
-    post(store, 1, Record(ended()))
-    post(store, 2, Record(ended(), blames=[1]))
+    post(store, 1, PeerRecord(ended()))
+    post(store, 2, PeerRecord(ended(), blames=[1]))
     error = watch.explain("bucket 0", 0.2, CLOSED)
     assert isinstance(error, PeerLost)
     assert error.ranks == (1,)
@@ -184,9 +185,9 @@ def test_a_survivor_that_went_down_is_not_blamed(store: HashStore) -> None:
 
 def test_a_rank_on_another_host_is_known_by_those_who_blame_it(store: HashStore) -> None:
     watch = StoreWatch(store, 0, 4)
-    post(store, 1, Record(elsewhere()))
-    post(store, 2, Record(elsewhere()))
-    post(store, 3, Record(elsewhere(), answers=True, blames=[2]))
+    post(store, 1, PeerRecord(elsewhere()))
+    post(store, 2, PeerRecord(elsewhere()))
+    post(store, 3, PeerRecord(elsewhere(), answers=True, blames=[2]))
     with pytest.raises(PeerLost) as caught:
         watch.look("bucket 0", 0.6)
     assert caught.value.ranks == (2,)
@@ -194,20 +195,28 @@ def test_a_rank_on_another_host_is_known_by_those_who_blame_it(store: HashStore)
 
 def test_a_rank_on_another_host_that_does_not_answer_is_named(store: HashStore) -> None:
     watch = StoreWatch(store, 0, 4)
-    post(store, 1, Record(elsewhere()))
-    post(store, 2, Record(elsewhere(), answers=True))
-    post(store, 3, Record(Identity.own()))
+    post(store, 1, PeerRecord(elsewhere()))
+    post(store, 2, PeerRecord(elsewhere(), answers=True))
+    post(store, 3, PeerRecord(Identity.own()))
     error = watch.explain("bucket 0", 0.2, CLOSED)
     assert isinstance(error, PeerLost)
     assert error.ranks == (1,)
 
 
+def test_a_rank_that_never_announced_itself_is_named_when_a_connection_breaks(store: HashStore) -> None:
+    watch = StoreWatch(store, 0, 3)
+    post(store, 1, PeerRecord(Identity.own()))
+    error = watch.explain("bucket 0", 0.2, CLOSED)
+    assert isinstance(error, PeerLost)
+    assert error.ranks == (2,)
+
+
 def test_what_a_rank_blames_is_seen_by_the_others(store: HashStore) -> None:
     first, second = StoreWatch(store, 0, 3), StoreWatch(store, 1, 3)
-    post(store, 2, Record(ended()))
+    post(store, 2, PeerRecord(ended()))
     first.explain("bucket 0", 0.2, CLOSED)
     first.left()
-    post(store, 2, Record(elsewhere()))
+    post(store, 2, PeerRecord(elsewhere()))
     with pytest.raises(PeerLost) as caught:
         second.look("bucket 0", 0.6)
     assert caught.value.ranks == (2,)
@@ -280,10 +289,10 @@ def test_waiting_for_different_things_for_long_is_a_deadlock(store: HashStore) -
 
 def test_a_connection_that_broke_after_a_verdict_is_told_as_the_verdict(store: HashStore) -> None:
     watch = StoreWatch(store, 0, 2)
-    post(store, 1, Record(Identity.own()))
+    post(store, 1, PeerRecord(Identity.own()))
     watch.look("bucket 0", 0.6)
-    ((wait,),) = [Record.decode(store.get("paceline/rank/0")).waits]
-    post(store, 1, Record(Identity.own(), verdict=("all ranks wait", [[wait.since], [1.0]])))
+    ((wait,),) = [PeerRecord.decode(store.get("paceline/rank/0")).waits]
+    post(store, 1, PeerRecord(Identity.own(), verdict=("all ranks wait", [[wait.since], [1.0]])))
     error = watch.explain("bucket 0", 0.7, CLOSED)
     assert isinstance(error, CollectiveMismatch) and str(error) == "all ranks wait"
 

@@ -1,26 +1,28 @@
-"""When the words of ranks differ: which tensor, which element, which rank, and how to make them equal again.
+"""When the digests of ranks differ: which tensor, which element, which rank, and how to make them equal again.
 
-Every function here is called by all ranks with pieces that were cut alike. What one rank decides follows from what was
-gathered from all of them, so all decide the same.
+Every function here that takes a group is called by all ranks, with pieces that were cut alike. What one rank decides
+follows from what was gathered from all of them, so all decide the same.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import torch
 
-from paceline.agree import drift_text
-from paceline.agree.pieces import Piece
-from paceline.agree.word import word_of
-from paceline.collectives.api import Transport, Work, check_root
-from paceline.collectives.wait import finish
+from paceline.agree.state_digest import Piece, state_digest
+from paceline.collectives.gather import gather_bytes, gather_ints, gather_unless_equal
+from paceline.collectives.group import Group
+from paceline.collectives.protocols import check_root
 from paceline.errors import NoMajority, ReplicaDrift
 
 BLOCKS = 64
 FEW_BYTES = 1024
 CHUNK_BYTES = 64 * 1024 * 1024
+NAMED_AT_MOST = 3
+SEARCH = "the search for drift"  # what a wait in here is called
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,20 @@ class TensorDrift:
         """The ranks that differ from the majority; none if there is no majority."""
         return tuple(sorted(rank for group in self.groups[1:] for rank in group)) if self.majority else ()
 
+    @property
+    def who(self) -> str:
+        """Which ranks differ from which, as text."""
+        if self.majority:
+            verb = "differs" if len(self.odd) == 1 else "differ"
+            apart = ", each in its own way," if len(self.groups) > 2 else ""
+            return f"{ranks_text(self.odd)} {verb}{apart} from {ranks_text(self.majority)}"
+        size = sum(map(len, self.groups))
+        if size == 2:
+            return "ranks 0 and 1 differ"
+        if len(self.groups) == size:
+            return f"all {size} ranks differ"
+        return f"ranks fall into {len(self.groups)} groups ({'; '.join(map(ranks_text, self.groups))}) that differ"
+
 
 @dataclass(frozen=True)
 class Element:
@@ -50,6 +66,24 @@ class Element:
     dtype: torch.dtype
     bits: tuple[int, ...]
     values: tuple[object, ...]
+
+    def text(self, groups: Sequence[Sequence[int]]) -> str:
+        """Its values on the ranks, in the order of `groups`."""
+        by_bits: dict[int, list[int]] = {}
+        for rank in (rank for group in groups for rank in group):
+            by_bits.setdefault(self.bits[rank], []).append(rank)
+        values = ", ".join(
+            f"{self.values[ranks[0]]!r} (0x{bits:0{2 * self.dtype.itemsize}x}) on {ranks_text(ranks)}"
+            for bits, ranks in list(by_bits.items())[: NAMED_AT_MOST + 1]
+        )
+        where = f"The first difference is element {list(self.index)}:" if self.index else "Its value is"
+        if len(by_bits) != 2:
+            return f"{where} {values}"
+        first, second = by_bits
+        changed = first ^ second
+        count = changed.bit_count()
+        differ = f"bit {changed.bit_length() - 1} differs" if count == 1 else f"{count} bits differ"
+        return f"{where} {values}; {differ}"
 
 
 @dataclass(frozen=True)
@@ -78,42 +112,69 @@ class Drift:
     @property
     def text(self) -> str:
         """What happened and what to do, the same on all ranks."""
-        return drift_text.describe(self)
+        where = ranks_text(self.ranks)
+        if self.healable:
+            advice = (
+                f"Heal {where} from the majority, or restart from a checkpoint; if it happens there again, suspect the "
+                f"memory or the processor of that machine"
+            )
+        else:
+            advice = (
+                "No majority says which values are right: restart all ranks from a checkpoint, or name the rank to "
+                "trust; if no memory is at fault, look for code that changes state on some ranks only"
+            )
+        return f"replicas have drifted apart at step {self.step}: {self.differences}. {advice}"
+
+    def error(self) -> ReplicaDrift:
+        return ReplicaDrift(self.text, ranks=self.ranks, tensor=self.tensors[0].name, step=self.step)
 
     def text_of_healed(self, trust: int | None) -> str:
         """What happened, and what was done: `trust` was asked where there was no majority."""
-        return drift_text.describe(self, drift_text.what_was_done(self, trust))
+        whose = "the majority" if self.healable else f"rank {trust}, as trust={trust} asks"
+        return (
+            f"replicas have drifted apart at step {self.step}: {self.differences}. All ranks continue with the values "
+            f"of {whose}; if it happens again on {ranks_text(self.ranks)}, suspect the memory or the processor there, "
+            f"or code that changes state on some ranks only"
+        )
 
-    def error(self) -> ReplicaDrift:
-        name = self.tensors[0].name if self.tensors else ""
-        return ReplicaDrift(self.text, ranks=self.ranks, tensor=name, step=self.step)
+    @property
+    def differences(self) -> str:
+        """Which ranks differ, in which tensors, and in which element of the first."""
+        first, *others = self.tensors
+        sentences = [f"{first.who} in {first.name}"]
+        if self.element is not None:
+            sentences.append(self.element.text(first.groups))
+        if others:
+            names = ", ".join(tensor.name for tensor in others[:NAMED_AT_MOST])
+            more = " and others" if len(others) > NAMED_AT_MOST else ""
+            count = f"{len(self.tensors)} of {self.compared} tensors differ"
+            sentences.append(f"{count}, also {names}{more}, on {ranks_text(self.ranks)}")
+        return ". ".join(sentences)
 
 
-def locate(pieces: Sequence[Piece], transport: Transport, *, step: int, timeout_s: float | None = None) -> Drift:
+def locate(pieces: Sequence[Piece], group: Group, *, step: int) -> Drift:
     """Compare the pieces of all ranks one by one. All ranks call it.
 
     Raises ReplicaDrift itself when ranks do not hold the same tensors: then there are no bits to compare. Returns a
     Drift without tensors when all are equal.
     """
-    talk = _Talk(transport, timeout_s)
-    _check_alike(pieces, talk, step)
-    words = talk.gather([word_of([piece.flat()]) for piece in pieces])
+    _check_alike(pieces, group, step)
+    digests = gather_ints(group, [state_digest([piece.flat()]) for piece in pieces], SEARCH)
     found = []
     for number, piece in enumerate(pieces):
-        groups = groups_of([row[number] for row in words])
+        groups = groups_of([row[number] for row in digests])
         if len(groups) > 1:
             found.append(TensorDrift(piece.name, number, groups))
-    element = _first_element(pieces[found[0].number], talk) if found else None
-    return Drift(step, transport.size, len(pieces), tuple(found), element)
+    element = _first_element(pieces[found[0].number], group) if found else None
+    return Drift(step, group.size, len(pieces), tuple(found), element)
 
 
 def heal(
     drift: Drift,
     pieces: Sequence[Piece],
-    transport: Transport,
+    group: Group,
     *,
     trust: int | None = None,
-    timeout_s: float | None = None,
 ) -> list[str]:
     """Overwrite what differs with the values of the majority, and compare again. All ranks call it.
 
@@ -121,23 +182,27 @@ def heal(
     NoMajority is raised on every rank and nothing is changed. Returns the names of what was healed.
     """
     if trust is not None:
-        check_root(trust, transport.size)
+        check_root(trust, group.size)
     sources = [tensor.majority[0] if tensor.majority else trust for tensor in drift.tensors]
     for tensor, source in zip(drift.tensors, sources, strict=True):
         if source is None:
+            why = "two ranks cannot outvote each other" if drift.size == 2 else "no group of them is more than half"
             raise NoMajority(
-                drift_text.no_majority(drift, tensor), ranks=drift.ranks, tensor=tensor.name, step=drift.step
+                f"{tensor.name} cannot be healed at step {drift.step}: {tensor.who}, and {why}, so it is not known "
+                f"whose values are right. Name the rank to take them from (trust=), or restart from a checkpoint",
+                ranks=drift.ranks,
+                tensor=tensor.name,
+                step=drift.step,
             )
-    talk = _Talk(transport, timeout_s)
     for tensor, source in zip(drift.tensors, sources, strict=True):
-        _spread(pieces[tensor.number], source or 0, talk)
-    after = talk.gather([word_of([pieces[tensor.number].flat()]) for tensor in drift.tensors])
+        spread(pieces[tensor.number], source or 0, group)
+    after = gather_ints(group, [state_digest([pieces[tensor.number].flat()]) for tensor in drift.tensors], SEARCH)
     for number, tensor in enumerate(drift.tensors):
         if len({row[number] for row in after}) > 1:
             raise ReplicaDrift(
                 f"{tensor.name} still differs between ranks after it was healed at step {drift.step}: its memory does "
-                f"not keep what is written. Take the machine of rank {drift_text.listed(drift.ranks)} out and restart "
-                f"from a checkpoint",
+                f"not keep what is written. Take the machine of {ranks_text(drift.ranks)} out of the job "
+                f"and restart from a checkpoint",
                 ranks=drift.ranks,
                 tensor=tensor.name,
                 step=drift.step,
@@ -145,49 +210,36 @@ def heal(
     return [tensor.name for tensor in drift.tensors]
 
 
-class _Talk:
-    """Small messages between all ranks, by host memory."""
-
-    def __init__(self, transport: Transport, timeout_s: float | None) -> None:
-        self._transport = transport
-        self._timeout_s = timeout_s
-        self.rank = transport.rank
-
-    def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The same number of integers from each rank."""
-        if not values:
-            return [[] for _ in range(self._transport.size)]
-        return self._gather(torch.tensor(values, dtype=torch.int64, device="cpu"))
-
-    def gather_bytes(self, raw: bytes) -> list[bytes]:
-        """The same number of bytes, at least one, from each rank."""
-        return [bytes(row) for row in self._gather(torch.frombuffer(bytearray(raw), dtype=torch.uint8))]
-
-    def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        self._finish(self._transport.broadcast(flat, root))
-
-    def _gather(self, part: torch.Tensor) -> list[list[int]]:
-        out = torch.empty(self._transport.size * part.numel(), dtype=part.dtype, device="cpu")
-        self._finish(self._transport.all_gather(out, part))
-        rows: list[list[int]] = out.view(self._transport.size, -1).tolist()
-        return rows
-
-    def _finish(self, work: Work) -> None:
-        finish(work, what="the search for drift", watch=self._transport.watch, timeout_s=self._timeout_s)
-
-
-def _check_alike(pieces: Sequence[Piece], talk: _Talk, step: int) -> None:
-    """Refuse to compare ranks that hold different tensors. The first message has a size that depends on nothing."""
-    text = json.dumps([piece.signature for piece in pieces]).encode()
-    digest = hashlib.sha256(text).digest()
-    heads = talk.gather([len(text), *digest])
-    if all(head == heads[0] for head in heads):
+def _check_alike(pieces: Sequence[Piece], group: Group, step: int) -> None:
+    """Refuse to compare ranks that hold different tensors."""
+    described = gather_unless_equal(group, [_described(piece) for piece in pieces], SEARCH)
+    if described is None:
         return
-    longest = max(head[0] for head in heads)
-    texts = talk.gather_bytes(text.ljust(longest))
-    described = [json.loads(text) for text in texts]
-    ranks, name, message = drift_text.unlike(described, step)
-    raise ReplicaDrift(message, ranks=ranks, tensor=name, step=step)
+    groups = groups_of([repr(one) for one in described])
+    ours, theirs = (described[ranks[0]] for ranks in groups[:2])
+    here, there = next(pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
+    found = TensorDrift((here or there)[0], 0, groups)
+    raise ReplicaDrift(
+        f"ranks hold different state at step {step}, so their values cannot be compared: where "
+        f"{_holding(groups[0], here)}, {_holding(groups[1], there)}. Build the model and the optimizer the same way, "
+        f"and load the same checkpoint, on every rank",
+        ranks=found.odd or range(group.size),
+        tensor=found.name,
+        step=step,
+    )
+
+
+def _described(piece: Piece) -> list[object]:
+    """What must be equal on all ranks before bits can be compared."""
+    return [piece.name, list(piece.tensor.shape), str(piece.tensor.dtype), piece.begin, piece.end]
+
+
+def _holding(ranks: Sequence[int], described: Sequence[Any] | None) -> str:
+    verb = "has" if len(ranks) == 1 else "have"
+    if described is None:
+        return f"{ranks_text(ranks)} {verb} nothing"
+    name, shape, dtype, begin, end = described
+    return f"{ranks_text(ranks)} {verb} {name} {shape} of {dtype} (elements {begin} to {end})"
 
 
 def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
@@ -198,36 +250,68 @@ def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted((tuple(ranks) for ranks in by_value.values()), key=lambda ranks: (-len(ranks), ranks[0])))
 
 
-def _first_element(piece: Piece, talk: _Talk) -> Element | None:
-    """Narrow down by the words of blocks, then look at the bytes themselves. A few small messages, no large one."""
+def _first_element(piece: Piece, group: Group) -> Element | None:
+    """Narrow down by the digests of blocks, then look at the bytes themselves. A few small messages, no large one."""
     flat = piece.flat().resolve_conj().resolve_neg()
     itemsize = flat.dtype.itemsize
     begin, end = 0, flat.numel()
     while (end - begin) * itemsize > FEW_BYTES:
         width = -(-(end - begin) // BLOCKS)
         places = range(begin, end, width)
-        words = talk.gather([word_of([flat[at : min(at + width, end)]]) for at in places])
-        unequal = [at for number, at in enumerate(places) if len({row[number] for row in words}) > 1]
+        digests = gather_ints(group, [state_digest([flat[at : min(at + width, end)]]) for at in places], SEARCH)
+        unequal = [at for number, at in enumerate(places) if len({row[number] for row in digests}) > 1]
         if not unequal:
             return None  # it changed while it was looked at
         begin, end = unequal[0], min(unequal[0] + width, end)
     mine = flat[begin:end].cpu().contiguous().view(torch.uint8)
-    raws = talk.gather_bytes(bytes(mine.tolist()))
+    raws = gather_bytes(group, bytes(mine.tolist()), SEARCH)
     for at in range(end - begin):
         bits = [raw[at * itemsize : (at + 1) * itemsize] for raw in raws]
         if len(set(bits)) > 1:
             values = [torch.frombuffer(bytearray(one), dtype=flat.dtype).tolist()[0] for one in bits]
             patterns = tuple(int.from_bytes(one, "little") for one in bits)
-            return Element(piece.index(begin + at), flat.dtype, patterns, tuple(values))
+            return Element(element_index(piece, begin + at), flat.dtype, patterns, tuple(values))
     return None
 
 
-def _spread(piece: Piece, source: int, talk: _Talk) -> None:
+def spread(piece: Piece, source: int, group: Group) -> None:
     """Overwrite a piece on all other ranks with that of rank `source`, as bytes, in messages of bounded size."""
     width = max(1, CHUNK_BYTES // piece.tensor.dtype.itemsize)
     for begin in range(piece.begin, piece.end, width):
         chunk = Piece(piece.name, piece.tensor, begin, min(begin + width, piece.end))
         flat = chunk.flat().resolve_conj().resolve_neg().clone()
-        talk.broadcast(flat.view(torch.uint8), source)
-        if talk.rank != source:
-            chunk.write(flat)
+        group.wait(group.transport.broadcast(flat.view(torch.uint8), source), SEARCH)
+        if group.rank != source:
+            overwrite(chunk, flat)
+
+
+def overwrite(piece: Piece, flat: torch.Tensor) -> None:
+    """Give the elements of a piece the values of `flat`, bit for bit."""
+    with torch.no_grad():
+        tensor = piece.tensor.detach()
+        if tensor.is_contiguous():
+            _as_bits(tensor.view(-1)[piece.begin : piece.end]).copy_(_as_bits(flat))
+            return
+        rows, before = piece.rows(tensor)
+        new = rows.clone(memory_format=torch.contiguous_format)
+        new.view(-1)[before : before + piece.numel] = flat
+        _as_bits(rows).copy_(_as_bits(new))
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: copies of floating point numbers need not keep the bits of a NaN."""
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
+
+
+def element_index(piece: Piece, at: int) -> tuple[int, ...]:
+    """The index of the element `at` of a piece in the whole tensor."""
+    place = torch.tensor(piece.begin + at, device="cpu")
+    return tuple(int(index) for index in torch.unravel_index(place, piece.tensor.shape))
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 0`, `ranks 0 and 1`, `ranks 0, 1 and 3`."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -30,7 +30,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
     """Whether all numbers of a tensor are finite, in one pass over memory. On a device it is waited for.
 
     One that is not makes the sum not finite, so a sum that is proves it. One that is not may have overflowed: then the
-    smallest and the largest tell, of which a NaN anywhere makes NaNs.
+    smallest and the largest decide, which are NaN if anything is.
     """
     numbers = numbers_of(tensor)
     if numbers is None or math.isfinite(numbers.sum().item()):
@@ -45,7 +45,7 @@ class FiniteCheck:
     ------------------------
     A sum of finite numbers that is not finite has overflowed. That takes a rank with a number of at least the largest
     there is, divided by how many are added. So a rank looks at its own numbers, in one pass, and only if one of them is
-    so large, or if what the ranks do is more than to add, also at the sum. Whatever one rank finds it tells to all.
+    so large, or if what the ranks do is more than to add, also at the sum. What one rank finds it reports to all.
     """
 
     def __init__(self, adds: int) -> None:

@@ -44,8 +44,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def import_from(sources: str) -> None:
     """From here on `import paceline` finds the package in `sources`.
 
-    Modules of this checkout that are loaded already go on with what they have imported; only their names are given up.
-    So a worker loads everything that measures first, and imports `paceline` itself where it builds the contender.
+    Modules of this checkout that are already loaded keep what they have imported; only their names become free. So a
+    worker first loads everything that measures, and imports `paceline` itself where it builds the contender.
     """
     for name in [name for name in sys.modules if name.partition(".")[0] == "paceline"]:
         del sys.modules[name]
@@ -53,4 +53,4 @@ def import_from(sources: str) -> None:
     invalidate_caches()
     found = import_module("paceline").__file__
     if found is None or not Path(found).is_relative_to(sources):
-        raise UsageError(f"expected to import paceline from {sources}, got {found}: an import hook comes before it")
+        raise UsageError(f"expected to import paceline from {sources}, got {found}: an import hook takes precedence")

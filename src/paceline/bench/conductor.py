@@ -1,84 +1,96 @@
-"""Starts every contender and lets one at a time run, in turns, so that noise hits all alike."""
+"""Starts all contenders and lets one at a time run, in turns, so that noise hits all of them alike."""
 
+import select
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paceline.bench.crew import Crew, CrewFailed, Order
-from paceline.bench.wire import HungUp, Line
+from paceline.bench.processes import ContenderFailed, ContenderProcesses, Order
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a contender has no result."""
-
-    message: str
-    log: str = ""
+def no_log(_: str) -> None:
+    """For callers that show no progress."""
 
 
 class Conductor:
-    """All crews of a run. Use it as a context: its end is the end of all workers.
+    """All contenders of a run. Use it as a context manager: leaving it ends all workers.
 
     Example:
-        >>> with Conductor(orders, timeout_s=60, say=print) as conductor:
-        ...     answers = conductor.ask("torch", {"do": "run", ...})
+        >>> with Conductor(orders, timeout_s=60, log=print) as conductor:
+        ...     answers = conductor.ask("torch", "run", {...})
     """
 
-    def __init__(self, orders: Sequence[Order], *, timeout_s: float, say: Say) -> None:
-        self._orders, self._timeout_s, self._say = orders, timeout_s, say
-        self._crews: dict[str, Crew] = {}
-        self.failures: dict[str, Failure] = {}
-        self.built: dict[str, list[dict[str, Any]]] = {}
+    def __init__(self, orders: Sequence[Order], *, timeout_s: float, log: Log) -> None:
+        self._orders, self._timeout_s, self._log = orders, timeout_s, log
+        self._running: dict[str, ContenderProcesses] = {}
+        self.failures: dict[str, ContenderFailed] = {}  # by label: why a contender has no result
+        self.built: dict[str, list[dict[str, Any]]] = {}  # by label: what its ranks reported when they were built
 
     def __enter__(self) -> "Conductor":
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-bench-")
         try:
-            self._start()
+            self._start(Path(self._folder.name))
         except BaseException:
             self._end()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._end(politely=kind is None)
+        self._end(graceful=kind is None)
 
     @property
     def labels(self) -> list[str]:
         """The contenders that are still in the run."""
-        return [order.label for order in self._orders if order.label in self._crews]
+        return [order.label for order in self._orders if order.label in self._running]
 
-    def ask(self, label: str, message: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """The answers of all ranks of a contender. None when it failed, now or before."""
-        with self._dropping(label):
-            if label in self._crews:
-                self._crews[label].tell(message)
-                return self._crews[label].hear(self._timeout_s)
-        return None
+    @property
+    def gpu(self) -> str | None:
+        """The name of the GPU, if there is one."""
+        return next((ranks[0]["gpu"] for ranks in self.built.values() if ranks[0].get("gpu")), None)
 
-    def ask_all(self, messages: Mapping[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-        """Have contenders do what is not timed at the same time. The answers of those that did not fail."""
-        for label, message in messages.items():
+    def ask(self, label: str, do: str, *arguments: Any) -> list[Any] | None:
+        """Call the method `do` of a contender's task on all of its ranks.
+
+        Returns their answers, or None if the contender has failed, now or earlier.
+        """
+        return self.ask_all(do, {label: arguments}).get(label)
+
+    def ask_all(self, do: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
+        """Let contenders work at the same time, which is for what is not timed.
+
+        Returns the answers of those that did not fail.
+        """
+        for label, given in arguments.items():
             with self._dropping(label):
-                if label in self._crews:
-                    self._crews[label].tell(message)
+                if label in self._running:
+                    self._running[label].send((do, *given))
         answers = {}
-        for label in messages:
+        for label in arguments:
             with self._dropping(label):
-                if label in self._crews:
-                    answers[label] = self._crews[label].hear(self._timeout_s)
+                if label in self._running:
+                    answers[label] = self._running[label].receive(self._timeout_s)
         return answers
 
-    def in_turns(self, rounds: int) -> Iterator[tuple[int, str]]:
-        """(round, contender) with an order that rotates from round to round."""
+    def time(self, label: str, message: dict[str, Any]) -> list[float] | None:
+        """The seconds of the slowest rank in each of the repetitions that `message` asks for."""
+        answers = self.ask(label, "run", message)
+        if answers is None:
+            return None
+        return [max(times) for times in zip(*(answer["seconds"] for answer in answers), strict=True)]
+
+    def in_turns(self, rounds: int, *, log_rounds: bool = False) -> Iterator[tuple[int, str]]:
+        """(round, contender) in an order that rotates from round to round."""
         for number in range(rounds):
+            if log_rounds:
+                self._log(f"round {number + 1} of {rounds}")
             labels = self.labels
             start = number % len(labels) if labels else 0
             for label in labels[start:] + labels[:start]:
@@ -86,74 +98,54 @@ class Conductor:
 
     # ---- start and end
 
-    def _start(self) -> None:
-        folder = Path(self._folder.name)
+    def _start(self, folder: Path) -> None:
         address = str(folder / "conductor")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(256)
             for number, order in enumerate(self._orders):
-                self._say(f"starting {order.label}: {order.size} {'ranks' if order.size > 1 else 'process'}")
+                self._log(f"starting {order.label}: {order.size} {'ranks' if order.size > 1 else 'process'}")
                 with self._dropping(order.label):
-                    self._crews[order.label] = Crew(order, folder, number, address)
-            self._welcome(listener)
-        self._load()
-        self._build()
+                    self._running[order.label] = ContenderProcesses(order, folder, number, address)
+            self._accept_all(listener)
+        # All at once: most of a start is imports.
+        ports = self.ask_all("load", {order.label: (order,) for order in self._orders})
+        self.built = self.ask_all("build", {label: (of_ranks,) for label, of_ranks in ports.items()})
 
-    def _welcome(self, listener: socket.socket) -> None:
-        """Accept connections until every rank of every crew is there, or its crew has been given up."""
+    def _accept_all(self, listener: socket.socket) -> None:
+        """Accept connections until all ranks of all contenders are there, or their contender was dropped."""
         deadline = time.monotonic() + self._timeout_s
-        listener.settimeout(0.2)
-        while absent := [crew for crew in self._crews.values() if not crew.connected]:
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                for crew in absent:
-                    with self._dropping(crew.order.label):
-                        crew.check_alive()
-                        if time.monotonic() > deadline:
-                            raise CrewFailed(f"did not start within {self._timeout_s:g} s", crew.tail()) from None
+        while absent := [found for found in self._running.values() if not found.connected]:
+            if select.select([listener], [], [], 0.2)[0]:
+                self._admit(Connection(listener.accept()[0].detach()))
                 continue
-            connection.setblocking(True)
-            self._admit(Line(connection))
+            for found in absent:
+                with self._dropping(found.order.label):
+                    found.check_alive()
+                    if time.monotonic() > deadline:
+                        raise found.failure(f"did not start within {self._timeout_s:g} s")
 
-    def _admit(self, line: Line) -> None:
+    def _admit(self, connection: Connection) -> None:
         try:
-            hello = line.receive(10.0)
-        except (HungUp, TimeoutError):
-            line.close()
-            return
-        crew = next((crew for crew in self._crews.values() if crew.key == hello["hello"]), None)
-        if crew is None:  # given up meanwhile
-            line.close()
-        else:
-            crew.lines[hello["rank"]] = line
-
-    def _load(self) -> None:
-        """Let all workers import what they need: this is most of the start."""
-        facts = ("kind", "label", "size", "spec", "sources")
-        starts = {order.label: {name: getattr(order, name) for name in facts} for order in self._orders}
-        self.ask_all({label: {"do": "start", **start} for label, start in starts.items()})
-
-    def _build(self) -> None:
-        met = self.ask_all({label: {"do": "meet"} for label in self.labels})
-        ports = {label: [answer["port"] for answer in answers] for label, answers in met.items()}
-        self.built = self.ask_all({label: {"do": "build", "ports": found} for label, found in ports.items()})
+            label, rank = connection.recv()
+            self._running[label].connections[rank] = connection
+        except (EOFError, OSError, KeyError):  # it died, or its contender was dropped meanwhile
+            connection.close()
 
     @contextmanager
     def _dropping(self, label: str) -> Iterator[None]:
         """A contender that fails in here leaves the run; the others go on."""
         try:
             yield
-        except CrewFailed as failure:
-            self._say(f"{label} failed: {failure}")
-            self.failures[label] = Failure(str(failure), failure.log)
-            crew = self._crews.pop(label, None)
-            if crew is not None:
-                crew.end()
+        except ContenderFailed as failure:
+            self._log(f"{label} failed: {failure}")
+            self.failures[label] = failure
+            dropped = self._running.pop(label, None)
+            if dropped is not None:
+                dropped.end()
 
-    def _end(self, *, politely: bool = False) -> None:
-        while self._crews:
-            _, crew = self._crews.popitem()
-            crew.end(politely=politely)
+    def _end(self, *, graceful: bool = False) -> None:
+        while self._running:
+            _, ended = self._running.popitem()
+            ended.end(graceful=graceful)
         self._folder.cleanup()

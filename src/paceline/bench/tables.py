@@ -1,14 +1,16 @@
-"""Reports as tables of text, for terminals, logs and documents."""
+"""Tables of text, for terminals, logs and documents."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from paceline.bench.figures import Ratio
-from paceline.bench.report import AllReduceReport, Circumstances, ContenderResult, StepReport
-from paceline.bench.spec import show_count, show_ranks
-from paceline.memory_plan.numbers import show_bytes
+from paceline.bench.contenders import short_label
+from paceline.bench.results import BenchReport, TimedResult
+from paceline.bench.statistics import Ratio
+from paceline.memory_plan.table import aligned
 
 NOTHING = "–"
+Columns = Mapping[str, Callable[[Any], str]]  # by header: the cell of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,129 +24,56 @@ class Table:
 
 
 def render(table: Table) -> str:
-    """As plain text."""
-    lines = [list(table.header), *(list(row) for row in table.rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
-    text = [table.title, ""]
-    for number, line in enumerate(lines):
-        cells = [
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        text.append("  ".join(cells).rstrip())
-        if number == 0:
-            text.append("  ".join("-" * width for width in widths))
+    """The table as plain text."""
+    text = [table.title, "", *aligned([table.header, None, *table.rows])]
     return "\n".join([*text, *(["", *table.notes] if table.notes else [])])
 
 
-def step_tables(report: StepReport) -> list[Table]:
-    spec = report.spec
-    title = f"{spec['model']}, {show_count(report.parameters)} parameters, {show_ranks(spec['ranks'])} on "
-    title += f"{spec['device']}, micro-batch {spec['micro_batch']}"
-    if spec["accumulate"] > 1:
-        title += f" × {spec['accumulate']}"
-    title += f", {spec['threads']} thread{'s' if spec['threads'] > 1 else ''} a rank, {spec['steps']} steps"
-    header = (
-        "contender",
-        "step ms",
-        "p10–p90",
-        "× torch",
-        "(90 %)",
-        "× floor",
-        "above floor ms",
-        "overlap",
-        "sent",
-        "peak B/param",
-        "same loss",
-    )
-    rows = [_step_row(result) for result in report.contenders if result.state == "ok"]
-    return [Table(title, header, rows, [*_step_notes(report), *where(report.circumstances)])]
+def report_table(
+    report: BenchReport,
+    title: str,
+    columns: Columns | Sequence[str],
+    rows: Iterable[Any],
+    notes: Iterable[str] = (),
+    legend: Mapping[str, str] | None = None,
+) -> list[Table]:
+    """The table of a report: rows of values with columns that show them, or rows of cells under a header."""
+    explained = dict(legend or {})
+    if "(90 %)" in columns:
+        explained["(90 %)"] = "the 90 % interval of the ratio, from resampling whole rounds"
+    width = max(map(len, explained), default=0)
+    lines = [f"  {name.ljust(width)}  {text}" for name, text in explained.items()]
+    if isinstance(columns, Mapping):
+        rows = [[cell(row) for cell in columns.values()] for row in rows]
+    return [Table(title, list(columns), list(rows), [*notes, *lines, where(report)])]
 
 
-def _step_row(result: ContenderResult) -> list[str]:
-    assert result.median_s is not None and result.p10_s is not None and result.p90_s is not None
-    return [
-        result.label,
-        show_ms(result.median_s),
-        f"{show_ms(result.p10_s)}–{show_ms(result.p90_s)}",
-        _ratio(result.to_torch),
-        f"{result.to_torch.low:.2f}–{result.to_torch.high:.2f}" if result.to_torch else NOTHING,
-        _ratio(result.to_floor),
-        show_ms(result.above_floor_s),
-        NOTHING if result.overlap is None else f"{result.overlap:.0%}",
-        show_bytes(result.sent_bytes) if result.sent_bytes else NOTHING,
-        NOTHING if result.peak_bytes_per_parameter is None else f"{result.peak_bytes_per_parameter:.1f}",
-        _agreement(result),
-    ]
+def where(report: BenchReport) -> str:
+    """Hardware, versions and date, as a note."""
+    found = report.circumstances
+    machine = f"{found.hardware['cpu']}, {found.hardware['cores']} cores"
+    machine += f", {found.hardware['memory_bytes'] / 2**30:.0f} GiB"
+    if found.hardware.get("gpu"):
+        machine += f", {found.hardware['gpu']}"
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    return f"{machine}; {versions}; {found.date}"
 
 
-def _agreement(result: ContenderResult) -> str:
-    if result.agrees is None or result.loss_difference is None:
-        return NOTHING
-    if not result.agrees:
-        return f"NO ({result.loss_difference:.0e})" if result.replicas_equal is not False else "NO (replicas differ)"
-    return "yes" if result.loss_difference == 0 else f"to {result.loss_difference:.0e}"
+def setup_of(spec: Mapping[str, Any]) -> str:
+    """What was trained, for a title."""
+    return f"{spec['model']}, microbatch of {spec['micro_batch']} on {spec['device']}"
 
 
-def _step_notes(report: StepReport) -> list[str]:
+def failure_notes(results: Iterable[TimedResult]) -> list[str]:
     notes = []
-    for result in report.contenders:
+    for result in results:
         if result.state != "ok":
-            notes.append(f"{result.label}: {result.state}: {result.message}")
+            notes.append(f"{short_label(result.label)}: {result.state}: {result.message}")
             notes += [f"    | {line}" for line in result.log.splitlines()]
-            continue
-        notes += [f"{result.label}: {note}" for note in result.notes]
-        if result.phases_s and result.label.startswith("paceline"):
-            phases = ", ".join(f"{name} {show_ms(seconds)}" for name, seconds in result.phases_s.items())
-            count = len(result.bucket_bytes)
-            buckets = f"; {count} bucket{'' if count == 1 else 's'}" if count else ""  # another checkout does not say
-            notes.append(f"{result.label}: {phases} ms{buckets}")
-        if result.predicted_exposed_s is not None:
-            traced = "" if result.traced_exposed_s is None else f", by trace {show_ms(result.traced_exposed_s)}"
-            notes.append(f"{result.label}: exposed by plan {show_ms(result.predicted_exposed_s)}{traced} ms")
-    done = [result for result in report.contenders if result.state == "ok"]
-    rounds = max((len(result.samples_s) for result in done), default=0)
-    if rounds < len(done):
-        notes.append(f"{rounds} rounds for {len(done)} contenders: not all have had every place; take more --steps")
-    notes.append(
-        "above floor: step − floor. exposed: communication while a rank could only wait. overlap: the part of "
-        "communication that is not exposed, for paceline from its trace, else by the floor and the same all-reduces "
-        "alone. sent: per rank and step, by the algorithm. peak: of training, above what was there before "
-        "the model. (90 %): where the ratio lies in 9 of 10 resamplings of the rounds."
-    )
     return notes
 
 
-def allreduce_tables(report: AllReduceReport) -> list[Table]:
-    labels = list(dict.fromkeys(row.label for row in report.rows))
-    header = ["size", *(f"{label} ms" for label in labels), *(f"{label} GB/s" for label in labels)]
-    rivals = [label for label in labels if label != "paceline"]
-    if "paceline" in labels:
-        header += [f"× {label}" for label in rivals]
-    rows = []
-    for nbytes in dict.fromkeys(row.nbytes for row in report.rows):
-        found = {row.label: row for row in report.rows if row.nbytes == nbytes}
-        cells = [show_bytes(nbytes)]
-        cells += [f"{found[label].median_s * 1e3:.3f}" if label in found else NOTHING for label in labels]
-        cells += [f"{found[label].bytes_per_s / 1e9:.2f}" if label in found else NOTHING for label in labels]
-        if "paceline" in labels:
-            ours = found["paceline"].speedup if "paceline" in found else {}
-            cells += [f"{ours[label]:.2f}" if label in ours else NOTHING for label in rivals]
-        rows.append(cells)
-    notes = [f"{label}: {why}" for label, why in report.absent.items()]
-    notes.append(f"paceline moved bytes through {report.transport}. GB/s is size / time; × is paceline's bandwidth.")
-    title = f"all-reduce of one float32 tensor over {report.spec['ranks']} ranks"
-    return [Table(title, header, rows, [*notes, *where(report.circumstances)])]
-
-
-def where(circumstances: Circumstances) -> list[str]:
-    """Hardware, versions and date, as a note."""
-    hardware = circumstances.hardware
-    place = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['memory_bytes'] / 2**30:.0f} GiB"
-    if hardware.get("gpu"):
-        place += f", {hardware['gpu']}"
-    versions = ", ".join(f"{name} {version}" for name, version in circumstances.versions.items())
-    return [f"{place}; {versions}; {circumstances.date}"]
+# ---- cells
 
 
 def show_ms(seconds: float | None) -> str:
@@ -153,5 +82,33 @@ def show_ms(seconds: float | None) -> str:
     return f"{seconds * 1e3:.1f}" if abs(seconds) >= 0.01 else f"{seconds * 1e3:.2f}"
 
 
-def _ratio(ratio: Ratio | None) -> str:
-    return NOTHING if ratio is None else f"{ratio.value:.3f}"
+def show(value: float | None, form: str) -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+def show_ratio(ratio: Ratio | None) -> str:
+    return show(ratio.value if ratio else None, ".3f")
+
+
+def show_interval(ratio: Ratio | None, digits: int = 2) -> str:
+    return f"{ratio.low:.{digits}f}–{ratio.high:.{digits}f}" if ratio else NOTHING
+
+
+def ratio_columns(header: str, field: str, digits: int = 2) -> Columns:
+    """Two columns for a ratio, which is a field of the rows: its value and its interval."""
+    return {
+        header: lambda row: show_ratio(getattr(row, field)),
+        "(90 %)": lambda row: show_interval(getattr(row, field), digits),
+    }
+
+
+def show_agreement(result: TimedResult, replicas_equal: bool | None = None) -> str:
+    if result.agrees is None or result.loss_difference is None:
+        return NOTHING
+    if not result.agrees:
+        return "NO (replicas differ)" if replicas_equal is False else f"NO ({result.loss_difference:.0e})"
+    return "yes" if result.loss_difference == 0 else f"to {result.loss_difference:.0e}"
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "NOT met"

@@ -1,102 +1,85 @@
 """One rank of one contender: `python -m paceline.bench.worker ADDRESS LABEL RANK`.
 
-It connects to the conductor, does what it is told, and ends with it.
+It connects to the conductor, carries out its requests, and ends when the conductor does.
 """
 
 import os
-import socket
+import select
 import sys
+import threading
 import traceback
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from paceline.bench.checkout import import_from
-from paceline.bench.spec import AllReduceSpec, HooksSpec, MachinerySpec, StepSpec, from_json
-from paceline.bench.tasks import LineUp, Task
-from paceline.bench.wire import HungUp, Line, exit_when_closed
+from paceline.bench.contenders import find_contender
+from paceline.bench.loading import load_named
+from paceline.bench.processes import Order
+from paceline.bench.tasks import Task
 
 
-def make_task(order: dict[str, Any], rank: int) -> Task:
-    """The task that the conductor's first message asks for."""
-    kind, label, size, spec = order["kind"], order["label"], order["size"], order["spec"]
-    if kind == "torch":
-        from paceline.bench.tasks.step import StepTask
-
-        return StepTask(from_json(StepSpec, spec), label, rank, size)
-    if kind == "tensorflow":
-        from paceline.bench.tasks.tensorflow import TensorFlowTask
-
-        return TensorFlowTask(from_json(StepSpec, spec), rank, size)
-    if kind == "allreduce":
-        from paceline.bench.tasks.allreduce import AllReduceTask
-
-        return AllReduceTask(from_json(AllReduceSpec, spec), label, rank, size)
-    if kind == "hooks":
-        from paceline.bench.tasks.hooks import HooksTask
-
-        return HooksTask(from_json(HooksSpec, spec), label, rank, size)
-    if kind == "machinery":
-        from paceline.bench.tasks.machinery import MachineryTask
-
-        return MachineryTask(from_json(MachinerySpec, spec), label)
-    raise AssertionError(f"no such task: {kind}")
+def make_task(order: Order, rank: int) -> Task:
+    """Make the task that the conductor has ordered."""
+    own = find_contender(order.contender).task if ".py:" in order.contender else None
+    task: Task = (own or load_named(order.task))(order.spec, order.contender, rank, order.size)
+    if order.sources:
+        import_from(order.sources)
+    return task
 
 
-def serve(line: Line, rank: int) -> None:
-    """Answer the conductor until it says that it is over."""
+def serve(connection: Connection, rank: int) -> None:
+    """Call the methods of a task as the conductor asks, until its end."""
 
-    def line_up() -> None:
-        line.send({"at": "line"})
-        line.receive()
+    def barrier() -> None:
+        connection.send(("barrier", None))
+        connection.recv()
 
     task: Task | None = None
     while True:
-        message = line.receive()
+        do, *arguments = connection.recv()
         try:
-            if task is None:
-                task = make_task(message, rank)
-                if message["sources"]:
-                    import_from(message["sources"])
-                answer: dict[str, Any] = {}
+            if do == "load":
+                task = make_task(arguments[0], rank)
+                answer: Any = task.bind()
             else:
-                answer = _answer(task, message, line_up)
+                answer = getattr(task, do)(*arguments, *((barrier,) if do == "run" else ()))
         except Exception as error:  # noqa: BLE001 (whatever a peer raises is the contender's result)
             traceback.print_exc()
-            line.send({"failed": f"{type(error).__name__}: {error}"})
+            connection.send(("failed", f"{type(error).__name__}: {error}"))
             continue
-        line.send({"answer": answer})
-        if message["do"] == "end":
+        connection.send(("answer", answer))
+        if do == "close":
             return
 
 
-def _answer(task: Task, message: dict[str, Any], line_up: LineUp) -> dict[str, Any]:
-    verb = message["do"]
-    if verb == "meet":
-        return {"port": task.meet()}
-    if verb == "build":
-        return task.build(message["ports"])
-    if verb == "run":
-        return task.run(message, line_up)
-    if verb == "finish":
-        return task.finish()
-    task.close()
-    return {}
+def exit_when_closed(descriptor: int) -> None:
+    """End this process as soon as the other side of the socket is closed, whatever it is doing.
+
+    The kernel closes the conductor's sockets however it ends, so no worker outlives it.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+
+    def watch() -> None:
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="conductor-watch", daemon=True).start()
 
 
 def main(arguments: list[str]) -> None:
     address, label, rank_text = arguments
     rank = int(os.environ["PMI_RANK"]) if rank_text == "mpi" else int(rank_text)
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(address)
-        exit_when_closed(connection)
-        line = Line(connection)
-        line.send({"hello": label, "rank": rank, "pid": os.getpid()})
+    with Client(address, "AF_UNIX") as connection:
+        exit_when_closed(connection.fileno())
+        connection.send((label, rank))
         try:
-            serve(line, rank)
-        except HungUp:
+            serve(connection, rank)
+        except (EOFError, OSError):
             sys.exit(1)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Peers leave threads behind that can crash an interpreter which ends in good order; there is nothing to save.
+        # Peers leave threads behind that can crash an interpreter while it shuts down; there is nothing to save.
         os._exit(0)
 
 

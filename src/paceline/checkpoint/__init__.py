@@ -1,21 +1,20 @@
-"""Checkpoints: generations of files that are on disk whole or not at all, and are compared byte for byte when read."""
+"""Checkpoints: snapshots of files that are on disk whole or not at all, and are compared byte for byte when read."""
 
-from paceline.checkpoint.checkpointer import Checkpointer, Event, Loaded, Saved
-from paceline.checkpoint.digest import digest
-from paceline.checkpoint.faults import CheckpointError, CheckpointMismatch, Damaged, NoCheckpoint, NotSaved, Skipped
-from paceline.checkpoint.generations import Generation
+from paceline.checkpoint.checkpointer import Checkpointer, CheckpointEvent, Loaded, Saved
+from paceline.checkpoint.compare import digest
+from paceline.checkpoint.errors import CheckpointError, CheckpointMismatch, Damaged, NoCheckpoint, NotSaved, Skipped
 from paceline.checkpoint.preemption import Preemption
-from paceline.checkpoint.rng import rng_state, set_rng_state
-from paceline.checkpoint.snapshot import PerRank
-from paceline.checkpoint.weights import export_weights
+from paceline.checkpoint.snapshots import Snapshot
+from paceline.checkpoint.state import PerRank
+from paceline.checkpoint.writer import export_weights
+from paceline.randomness import rng_state, set_rng_state
 
 __all__ = [
     "CheckpointError",
+    "CheckpointEvent",
     "CheckpointMismatch",
     "Checkpointer",
     "Damaged",
-    "Event",
-    "Generation",
     "Loaded",
     "NoCheckpoint",
     "NotSaved",
@@ -23,6 +22,7 @@ __all__ = [
     "Preemption",
     "Saved",
     "Skipped",
+    "Snapshot",
     "digest",
     "export_weights",
     "rng_state",

@@ -1,72 +1,102 @@
-"""Whether all ranks hold the state that is saved. One that drifted before is not saved by anyone."""
+"""Comparing state: of runs, by one hash; of the ranks of a run, by a digest of every tensor before it is saved."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.agree.drift import Drift, TensorDrift, groups_of
-from paceline.agree.word import start_word
-from paceline.checkpoint.agree import Group, gather, here, number_of
-from paceline.checkpoint.faults import CheckpointError
+from paceline.agree.state_digest import start_digest
+from paceline.bare import bare
+from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.ranks import OptionalGroup, gather, text_hash
+from paceline.checkpoint.state import Tensors, state_of
 from paceline.errors import ReplicaDrift
+from paceline.stored.json_tree import Encoder
+from paceline.stored.tensor_file import bytes_of
+from paceline.stored.value_tree import dtype_name
 
-Tensors = Mapping[str, torch.Tensor]
-Words = tuple[int, ...]
-
-
-def words_of(tensors: Tensors) -> Words:
-    """A word for each tensor, whatever device it is on: where ranks differ, the words say in what."""
-    started = [start_word([tensor]) for tensor in tensors.values()]
-    return tuple(one.word() for one in started)
+Digests = tuple[int, ...]
 
 
-def compare(step: int, parts: Sequence[Tensors], group: Group) -> list[Words]:
-    """Raise ReplicaDrift on all ranks unless all hold the same bits. Returns the words of each part. All ranks call it.
+def tensor_digests(tensors: Tensors) -> Digests:
+    """A digest of each tensor, whatever device it is on: where ranks differ, these say in which tensors."""
+    started = [start_digest([tensor]) for tensor in tensors.values()]
+    return tuple(one.value() for one in started)
+
+
+def compare(step: int, parts: Sequence[Tensors], group: OptionalGroup) -> list[Digests]:
+    """Raise ReplicaDrift on all ranks unless all hold the same bits. Returns the digests of each part.
 
     A part that is not made of the same tensors on all ranks, such as the state of a sharded optimizer, has nothing that
     could be compared.
     """
-    words = [words_of(tensors) for tensors in parts]
-    own = [number for pair in zip(map(_signature, parts), map(_total, words), strict=True) for number in pair]
-    rows = gather(own, group)
-    drifted: list[TensorDrift] = []
-    compared = 0
-    for number, tensors in enumerate(parts):
-        if len({row[2 * number] for row in rows}) > 1:
-            continue
-        if len({row[2 * number + 1] for row in rows}) > 1:
-            drifted += _differences(tensors, words[number], compared, group)
-        compared += len(tensors)
-    if drifted:
-        found = Drift(step, here(group)[1], compared, tuple(drifted), None)
-        raise ReplicaDrift(
-            f"step {step} is not saved: {found.text}", ranks=found.ranks, tensor=drifted[0].name, step=step
-        )
-    return words
+    digests = [tensor_digests(tensors) for tensors in parts]
+    signatures = gather([_signature(tensors) for tensors in parts], group)
+    alike = [number for number, same in enumerate(zip(*signatures, strict=True)) if len(set(same)) == 1]
+    names = [name for number in alike for name in parts[number]]
+    own = [digest for number in alike for digest in digests[number]]
+    if len(set(gather(text_hash(repr(own)), group))) == 1:
+        return digests
+    by_tensor = [groups_of(column) for column in zip(*gather(own, group), strict=True)]
+    drifted = tuple(TensorDrift(names[n], n, groups) for n, groups in enumerate(by_tensor) if len(groups) > 1)
+    found = Drift(step, len(signatures), len(names), drifted, None)
+    raise ReplicaDrift(f"step {step} is not saved: {found.text}", ranks=found.ranks, tensor=drifted[0].name, step=step)
 
 
-def check_copy(parts: Sequence[Tensors], words: Sequence[Words]) -> None:
+def check_copy(parts: Sequence[Tensors], digests: Sequence[Digests]) -> None:
     """Raise CheckpointError if a copy of the parts is not what ranks have compared."""
-    for tensors, expected in zip(parts, words, strict=True):
-        found = words_of(tensors)
+    for tensors, expected in zip(parts, digests, strict=True):
+        found = tensor_digests(tensors)
         changed = [name for name, old, new in zip(tensors, expected, found, strict=True) if old != new]
         if changed:
             raise CheckpointError(
-                f"the copy of {changed[0]} in host memory is not what ranks have compared: it has changed before it "
+                f"the copy of {changed[0]} in host memory does not match what the ranks compared: it changed before it "
                 f"was written; test the memory of this machine"
             )
 
 
-def _signature(tensors: Tensors) -> int:
-    return number_of(repr([(name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items()]))
+def _signature(tensors: Tensors) -> str:
+    return text_hash(repr([(name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items()]))
 
 
-def _total(words: Words) -> int:
-    return number_of(repr(words))
+def digest(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, step: int, cursor: Any = None) -> str:
+    """The SHA-256 of parameters, buffers, optimizer state, step and sample cursor, as 64 hexadecimal digits.
+
+    `cursor` is a plain value or has a state_dict(). Names, dtypes, shapes and bytes are hashed in the order of names,
+    so the same state gives the same digest on any device, in any wrapper, before and after a checkpoint.
+    """
+    state = {
+        "model": None if model is None else bare(model).state_dict(),
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "step": step,
+        "cursor": state_of(cursor),
+    }
+    found = hashlib.sha256()
+    for path, value in sorted(_leaves(state, ""), key=lambda leaf: leaf[0]):
+        if isinstance(value, torch.Tensor):
+            host = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            found.update(f"{path} {dtype_name(host.dtype)} {list(host.shape)}\n".encode())
+            found.update(bytes_of(host))
+        else:
+            found.update(f"{path} {json.dumps(value)}\n".encode())
+    return found.hexdigest()
 
 
-def _differences(tensors: Tensors, words: Words, before: int, group: Group) -> list[TensorDrift]:
-    rows = gather(words, group)
-    groups = [groups_of([row[number] for row in rows]) for number in range(len(words))]
-    names = list(tensors)
-    return [TensorDrift(names[number], before + number, one) for number, one in enumerate(groups) if len(one) > 1]
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}/{key!r}")
+    elif isinstance(value, list | tuple) and value:
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}/{index:08d}")
+    elif isinstance(value, torch.Tensor):
+        yield path, value
+    else:
+        encoder = Encoder()
+        yield path, encoder.encode(value)
+        for name, tensor in encoder.tensors.items():  # of numpy
+            yield f"{path}/{name}", tensor

@@ -1,6 +1,6 @@
-"""The manifest of a generation: what belongs to it, with the hash of every file and of the manifest itself.
+"""The manifest of a snapshot: what belongs to it, with the hashes of every file and of the manifest itself.
 
-Hosts that do not share a directory have copies of a generation: all of them have its number and its id.
+Hosts that do not share a directory have copies of a snapshot: all of them have its number and its id.
 """
 
 import hashlib
@@ -9,31 +9,26 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 
+from paceline.stored.directory import FileRecord
+
 FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+WHOLE_FILES = 1  # an older format, with one hash for every file
 # The hash covers all bytes before this end, as they are: a flipped bit anywhere is seen, also in white space.
 _END = re.compile(rb'",\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """What a file must be."""
-
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Manifest:
-    """What a generation consists of. `number` counts saves in the order of writing, and `id` is unlike any other.
+    """What a snapshot consists of. `number` counts saves in the order of writing, and `id` is unlike any other.
 
     `compared` is how many ranks were found to hold the same state when it was saved. It is 1 in a world of one, which
-    has nobody to compare with, and 0 where nothing was compared, as by versions that did not do it yet.
+    has nobody to compare with, and 0 where nothing was compared, as by versions before this was done.
     """
 
     step: int
@@ -46,7 +41,8 @@ class Manifest:
     compared: int = 0
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     try:
         own = version("paceline")
     except PackageNotFoundError:
@@ -65,24 +61,25 @@ def from_bytes(raw: bytes) -> Manifest:
     end = _END.search(raw)
     if end is None:
         raise ValueError("it has no hash at its end")
-    told = end[1].decode()
+    expected = end[1].decode()
     found = hashlib.sha256(raw[: end.start()]).hexdigest()
-    if found != told:
-        raise ValueError(f"its hash is {found[:12]}…, expected {told[:12]}…")
+    if found != expected:
+        raise ValueError(f"its hash is {found[:12]}…, expected {expected[:12]}…")
     fields = json.loads(raw)
-    if fields["format"] != FORMAT:
-        raise ValueError(f"it has format {fields['format']}, expected {FORMAT}")
-    return _manifest(fields)
-
-
-def _manifest(fields: dict[str, Any]) -> Manifest:
+    if fields["format"] not in (WHOLE_FILES, FORMAT):
+        raise ValueError(f"it has format {fields['format']}, expected at most {FORMAT}; a newer paceline wrote it")
+    files = {name: _record(**record) for name, record in fields["files"].items()}
+    model = {name: (dtype, tuple(shape)) for name, (dtype, shape) in fields["model"].items()}
+    known = ("step", "number", "id", "world_size", "versions")
     return Manifest(
-        step=fields["step"],
-        number=fields["number"],
-        id=fields["id"],
-        world_size=fields["world_size"],
-        files={name: FileRecord(**record) for name, record in fields["files"].items()},
-        model={name: (dtype, tuple(shape)) for name, (dtype, shape) in fields["model"].items()},
-        versions=fields["versions"],
-        compared=fields.get("compared", 0),
+        **{name: fields[name] for name in known}, files=files, model=model, compared=fields.get("compared", 0)
     )
+
+
+def _record(size: int, sha256: str | list[str], chunk: int | None = None) -> FileRecord:
+    """What the manifest says of a file. Without `chunk` the file has one hash."""
+    found = FileRecord(size, max(size, 1), (sha256,)) if isinstance(sha256, str) else None
+    found = found or FileRecord(size, int(chunk or 0), tuple(sha256))
+    if found.chunk < 1 or len(found.sha256) != max(1, -(-found.size // found.chunk)):
+        raise ValueError(f"it has {len(found.sha256)} hashes of chunks of {found.chunk} bytes for {size} bytes")
+    return found

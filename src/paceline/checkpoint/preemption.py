@@ -1,17 +1,66 @@
-"""Being asked to stop: a signal to any rank becomes one decision of all ranks, in the same step."""
+"""Questions that all ranks answer alike in the same step, such as whether any of them was told to stop."""
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
-from paceline.checkpoint.agree import Cadence, Group
+import torch
+
+from paceline.checkpoint.ranks import OptionalGroup, rank_and_size
+from paceline.collectives.checked import all_reduce
 from paceline.errors import IllegalMove, UsageError
 
 
+class Cadence:
+    """A question that all ranks answer together, at least once every `seconds`, though it is asked in every step.
+
+    Rank 0's clock decides after how many calls the ranks communicate again, so all of them know without communicating.
+    They do so more often where it costs less than a hundredth of the time: then it matters less if steps suddenly take
+    longer.
+    """
+
+    COST = 0.01
+
+    def __init__(self, seconds: float, group: OptionalGroup) -> None:
+        self._seconds = seconds
+        self._group = group
+        self._calls_left = 0
+        self._pause = 1
+        self._asked_at = 0.0
+        self._cost_s = math.inf
+
+    def ask(self, flag: bool) -> bool | None:
+        """Whether any rank said yes, or None when the ranks did not communicate in this call."""
+        if self._calls_left > 0:
+            self._calls_left -= 1
+            return None
+        leads = rank_and_size(self._group)[0] == 0
+        own = torch.tensor([int(flag), self._next_pause() if leads else 0], device="cpu")
+        started = time.monotonic()
+        told = all_reduce(own, "max", group=self._group).tolist()
+        self._cost_s = min(self._cost_s, time.monotonic() - started)  # the least: the rest is waiting for late ranks
+        self._pause = max(1, int(told[1]))
+        self._calls_left = self._pause - 1
+        return bool(told[0])
+
+    def _next_pause(self) -> int:
+        now = time.monotonic()
+        per_call = (now - self._asked_at) / self._pause
+        pause = 1
+        if self._asked_at and per_call > 0:
+            cheap = math.ceil(self._cost_s / self.COST / per_call)
+            # It grows by doubling: the first steps are no measure of the others.
+            pause = max(1, min(int(self._seconds / per_call), cheap, 2 * self._pause))
+        self._asked_at = now
+        return pause
+
+
 class Preemption:
-    """Listens to signals that announce the end, SIGTERM and SIGUSR1, and lets all ranks agree on it.
+    """Catches the signals that announce preemption, SIGTERM and SIGUSR1, and lets all ranks stop in the same step.
 
         with Preemption() as preemption:
             for batch in loader:
@@ -20,9 +69,9 @@ class Preemption:
                     checkpointer.save(step, model=model, optimizer=optimizer)
                     break
 
-    `asked` says whether this rank got a signal, and `signals` which; the process goes on. `agreed()` is called by all
-    ranks in every step and says whether any of them was asked, the same on all. The ranks talk at least once in
-    `within` seconds (0: in every call). Handlers that were there before are called too, and restored by `close()`.
+    `asked` says whether this rank got a signal, and `signals` which; the process continues. `agreed()` is called by all
+    ranks in every step and says, the same on all, whether any of them got one. The ranks communicate at least once
+    every `within` seconds (0: in every call). Earlier handlers are called too, and restored by `close()`.
     """
 
     def __init__(
@@ -30,7 +79,7 @@ class Preemption:
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
         *,
         within: float = 0.5,
-        group: Group = None,
+        group: OptionalGroup = None,
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise IllegalMove("Preemption must be made in the main thread: Python handles signals nowhere else")

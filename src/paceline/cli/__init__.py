@@ -1,13 +1,41 @@
 """The command `paceline`."""
 
+import os
 import sys
+
+from paceline.errors import PacelineError, UsageError
+
+INTERRUPT_EXIT = 130
 
 
 def main() -> None:
     """Entry point. It loads no torch: workers do, when there is something to run."""
+    try:
+        _open_closed_streams()
+        _dispatch()
+    except KeyboardInterrupt:  # also while modules are still being imported
+        sys.exit(INTERRUPT_EXIT)
+    except PacelineError as error:
+        sys.stderr.write(f"paceline {sys.argv[1]}: {error}\n")
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that the shell has closed, as `>&-` does: the next file opened would get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _dispatch() -> None:
     if sys.argv[1:2] == ["run"]:
-        # By itself, because everything after the script belongs to the script; and it needs Python alone.
-        from paceline.cli.run import main as run
+        # Not through typer, because everything after the script belongs to the script; and it needs only Python.
+        from paceline.cli.run_command import main as run
 
         sys.exit(run(sys.argv[2:]))
     if sys.argv[1:2] == ["doctor"]:

@@ -8,7 +8,7 @@ import typer
 
 from paceline.cli.bench import build_bench
 from paceline.cli.options import PlainCommand, PlainGroup
-from paceline.cli.plan import plan_command
+from paceline.cli.plan_command import plan_command
 from paceline.cli.train import build_train
 
 
@@ -47,8 +47,8 @@ def _root(
 
 
 def _run() -> None:
-    """Start a script on several ranks, with torchrun's flags. `paceline run --help` lists them."""
-    raise AssertionError("`paceline run` is answered before typer is asked")
+    """Run a script on several ranks, with torchrun's flags. `paceline run --help` lists them."""
+    raise AssertionError("`paceline run` is handled before typer runs")
 
 
 def _replay(
@@ -57,18 +57,20 @@ def _replay(
     loss: Annotated[
         str | None,
         typer.Option(
-            help="module:function(model, micro) that returns the loss; else the mean of outputs. micro: in lanes what "
-            "model.lanes() yielded; otherwise the tuple of forward's arguments"
+            help="module:function(model, microbatch) that returns the loss; by default, the mean of the outputs. With "
+            "lanes, the microbatch is what model.lanes() yielded; otherwise it is the tuple of forward's arguments"
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; else what the capsule was made on")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; default: the device that the capsule was made on")
+    ] = None,
 ) -> None:
-    """Run the step of a failure capsule again, ranks in turn. Exit code 0: it failed again; 1: not; 2: unusable."""
+    """Replay the step of a failure capsule. Exit status 0 if the failure was reproduced, 1 if not, 2 if unusable."""
     from paceline.cli.replay import main
 
     raise typer.Exit(main(file, model, loss, device))
 
 
 def _doctor() -> None:
-    """Look at this machine, or with --determinism at a script: does it give the same bits twice?"""
-    raise AssertionError("`paceline doctor` is answered before typer is asked")
+    """Examine this machine or, with --determinism, whether a script gives the same bits twice."""
+    raise AssertionError("`paceline doctor` is handled before typer runs")

@@ -2,61 +2,51 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from rich.console import Console
 
-from paceline.bench.commands import COMMANDS, Command, conduct, exit_code
+from paceline.bench.command import FILES, Command, conduct, exit_code
+from paceline.bench.commands import COMMANDS, MOVED
+from paceline.bench.tables import render
 from paceline.cli.options import PlainCommand, PlainGroup, command_for
-from paceline.errors import PacelineError
-
-FILES = {
-    "json": (Path | None, "write the report, with every sample, to this file"),
-    "png": (Path | None, "draw a chart into this file (needs matplotlib)"),
-}
+from paceline.errors import UsageError
 
 
 def build_bench() -> typer.Typer:
     app = typer.Typer(
         cls=PlainGroup,
-        help="Measure paceline beside its peers, in turns, in one run. Without a command: `step`, in about a minute.",
+        help="Compare paceline with its peers, interleaved in one run. Without a command: `step`, in about a minute.",
         pretty_exceptions_enable=False,
     )
-    app.callback(invoke_without_command=True)(_quick)
-    for command in COMMANDS:
-        described = command_for(command.spec, command.about, partial(_run, command), **FILES)
+    app.callback(invoke_without_command=True)(_step_by_default)
+    files = {name: (Path | None, about) for name, about in FILES.items()}
+    for command in COMMANDS.values():
+        described = command_for(command.spec, command.about, partial(_run, command), **files)
         app.command(command.name, cls=PlainCommand)(described)
+    for name in MOVED:
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command(name, hidden=True, context_settings=settings)(_moved)
     return app
 
 
-def _quick(
-    context: typer.Context,
-    lanes: Annotated[bool, typer.Option("--lanes", help="what lanes cost: the same as the command `lanes`")] = False,
-) -> None:
+def _step_by_default(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        _run(next(command for command in COMMANDS if command.name == ("lanes" if lanes else "step")), {})
-    elif lanes:
-        name = context.invoked_subcommand
-        wanted = "paceline bench step --lanes" if name == "step" else "paceline bench lanes"
-        typer.echo(f"paceline bench: --lanes stands before the command {name!r}; expected: {wanted}", err=True)
-        raise typer.Exit(2)
+        _run(COMMANDS["step"], {})
+
+
+def _moved(context: typer.Context) -> None:
+    raise UsageError(MOVED[str(context.info_name)])
 
 
 def _run(command: Command, settings: dict[str, Any], json: Path | None = None, png: Path | None = None) -> None:
-    from rich.console import Console
-
-    from paceline.cli.show import show_table
-
     progress = Console(stderr=True, highlight=False)
-    console = Console(highlight=False)
     try:
         with progress.status("starting") as status:
             report = conduct(command, settings, status.update if progress.is_terminal else progress.print, json, png)
-    except PacelineError as error:
-        progress.print(f"paceline bench {command.name}: {error}", style="red", soft_wrap=True, markup=False)
-        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     for table in command.tables(report):
-        show_table(console, table)
+        typer.echo(render(table) + "\n")
     raise typer.Exit(exit_code(report))

@@ -1,4 +1,4 @@
-"""`paceline doctor`: looks at this machine and says in a line each what is fine, worth knowing, or broken."""
+"""`paceline doctor`: examines this machine and says, one line each, what is fine, worth knowing, or broken."""
 
 import argparse
 import os
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.launch import Failure, Job, Outcome, gpu_count, supervise
-from paceline.launch.vitals import memory_limit
+from paceline.launch import Job, JobOutcome, Listener, gpu_count, supervise
+from paceline.process_status import memory_limit
 from paceline.world import World
 
 OK, NOTE, BROKEN = "ok", "note", "BROKEN"
@@ -41,9 +41,9 @@ class Finding:
     text: str
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Look at everything, or at one script. The exit code is 1 when something is broken."""
-    asked = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str]) -> int:
+    """Examine this machine, or one script. The exit code is 1 if something is broken."""
+    asked = build_parser().parse_args(argv)
     if asked.determinism is not None:
         from paceline.cli.determinism import main as determinism
 
@@ -58,16 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    about = "Look at this machine: devices, backends, limits, an all-reduce, and what would be chosen and why."
+    about = "Examine this machine: devices, backends, limits, an all-reduce, and which transport is chosen and why."
     usage = "paceline doctor [--steps N] [--determinism SCRIPT [ARGUMENT …]]"
     parser = argparse.ArgumentParser("paceline doctor", usage, about, allow_abbrev=False)
     parser.add_argument(
         "--determinism",
         nargs=argparse.REMAINDER,
-        help="instead: run a script twice, as `paceline run` does, and say what it computes differently. All that "
-        "follows is the script's. Exit code 0: the same bits; 1: not; 2: it cannot be said",
+        help="instead: run a script twice, as `paceline run` does, and report what it computes differently. Everything "
+        "that follows belongs to the script. Exit status 0 if both runs give the same bits, 1 if not, 2 if unknown",
     )
-    parser.add_argument("--steps", type=_steps, default=2, metavar="N", help="steps that --determinism looks at [2]")
+    parser.add_argument("--steps", type=_steps, default=2, metavar="N", help="steps that --determinism compares [2]")
     return parser
 
 
@@ -114,9 +114,13 @@ def devices() -> Iterator[Finding]:
 def ports() -> Iterator[Finding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
-            yield Finding("ports", OK, "loopback takes connections; ranks of one machine meet there, at any free port")
+            yield Finding(
+                "ports",
+                OK,
+                "loopback accepts connections; ranks of one machine find each other there, at any free port",
+            )
     except OSError as error:
-        yield Finding("ports", BROKEN, f"loopback takes no connections: {error}; ranks cannot meet")
+        yield Finding("ports", BROKEN, f"loopback accepts no connections: {error}; ranks cannot find each other")
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface is not None:
         known = [name for _, name in socket.if_nameindex()]
@@ -149,59 +153,53 @@ def limits() -> Iterator[Finding]:
             "limits", NOTE, f"the control group allows {limit / MIB:,.0f} of {total / MIB:,.0f} MiB of memory"
         )
     else:
-        yield Finding("limits", OK, f"{total / MIB:,.0f} MiB of memory, no limit of a control group")
+        yield Finding("limits", OK, f"{total / MIB:,.0f} MiB of memory, not limited by a control group")
 
 
 @dataclass
-class Ears:
-    """Keeps what the probe's ranks tell and write."""
+class ProbeListener(Listener):
+    """Keeps what the ranks of the probe report and write."""
 
-    heard: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
+    reports: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def line(self, rank: int, text: str) -> None:
         if text.strip() and text not in self.warnings:
             self.warnings.append(text)
 
-    def told(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
-        self.heard.append((rank, kind, fields))
-
-    def restarting(self, attempt: int, failure: Failure) -> None:
-        """The probe is not started twice."""
-
-    def tick(self) -> None:
-        """There is nothing to draw."""
+    def reported(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
+        self.reports.append((rank, kind, fields))
 
 
 def ranks() -> Iterator[Finding]:
     """Two ranks of this machine, started as `paceline run` starts them."""
-    ears = Ears()
+    listener = ProbeListener()
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
         command = (sys.executable, "-m", "paceline.cli.probe")
         job = Job(command=command, ranks=PROBE_RANKS, run_dir=Path(folder), shutdown_timeout_s=5.0)
         try:
-            outcome = supervise(job, ears)
+            outcome = supervise(job, listener)
         except PacelineError as error:
             yield Finding("ranks", BROKEN, str(error))
             return
-    yield from _findings(ears, outcome)
+    yield from _findings(listener, outcome)
 
 
-def _findings(ears: Ears, outcome: Outcome) -> Iterator[Finding]:
-    for rank, kind, told in ears.heard:
+def _findings(listener: ProbeListener, outcome: JobOutcome) -> Iterator[Finding]:
+    for rank, kind, told in listener.reports:
         if rank == 0 and kind == "torch":
             gpus = f"; GPUs: {', '.join(told['gpus'])}" if told["gpus"] else ""
             cuda = f" with CUDA {told['cuda']}" if told["cuda"] else ", CPU only"
             text = f"torch {told['version']}{cuda}; torch.distributed has {', '.join(told['backends'])}{gpus}"
             yield Finding("backends", OK if "gloo" in told["backends"] else BROKEN, text)
-    reduced = [told for rank, kind, told in ears.heard if rank == 0 and kind == "reduced"]
+    reduced = [told for rank, kind, told in listener.reports if rank == 0 and kind == "reduced"]
     for told in reduced:
         yield _reduction(told)
     if outcome.failure is not None:
         yield Finding("ranks", BROKEN, " | ".join(line.strip() for line in outcome.failure.lines()))
     elif outcome.exit_code:
-        yield Finding("ranks", NOTE, f"the reductions of two ranks were ended by {outcome.signal}")
-    yield from _choice(reduced, ears.warnings)
+        yield Finding("ranks", NOTE, f"the all-reduce test was ended by {outcome.signal}")
+    yield from _choice(reduced, listener.warnings)
 
 
 def _reduction(told: dict[str, Any]) -> Finding:
@@ -227,7 +225,3 @@ def _choice(reduced: Sequence[dict[str, Any]], warnings: Sequence[str]) -> Itera
     yield Finding("choice", OK, f"transport='auto' takes {name} for CPU tensors here: {why}")
     if gpu_count() > 1:
         yield Finding("choice", OK, "transport='auto' takes torch.distributed with NCCL for CUDA tensors")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

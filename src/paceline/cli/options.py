@@ -8,9 +8,11 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from paceline.bench.command import split_names
+
 
 class _FlagsTakeNoValue:
-    """Help without `<bool>` beside options that are flags: there is nothing to write after them."""
+    """Shows flags without `<bool>` in the help, because they take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -25,43 +27,46 @@ class PlainCommand(_FlagsTakeNoValue, TyperCommand):
 
 
 class PlainGroup(_FlagsTakeNoValue, TyperGroup):
-    """A command with commands."""
+    """A command with subcommands."""
 
 
-def command_for(spec: type[Any], about: str, run: Callable[..., None], **extra: Any) -> Callable[..., None]:
-    """A function that typer reads: one option per field of `spec`, and the `extra` ones, as name=(type, help).
+def command_for(
+    spec: type[Any], about: str, run: Callable[..., None], order: Callable[[str], Any] = lambda _: 0, /, **extra: Any
+) -> Callable[..., None]:
+    """A function that typer reads: an option for each field of `spec`, in the `order` of their names, and the `extra`
+    ones, as name=(type, help).
 
-    It calls `run(settings, **extra)`.
+    It calls `run(settings, **extra)`, with the settings that were given on the command line.
     """
     kinds = get_type_hints(spec)
-    names = [item.name for item in fields(spec)]
-    many = {item.name for item in fields(spec) if isinstance(item.default, tuple)}
+    parameters = [_parameter(name, kind, text) for name, (kind, text) in extra.items()]
+    for item in sorted(fields(spec), key=lambda item: order(item.name)):
+        default: Any = item.default
+        several = isinstance(default, tuple)
+        default = ",".join(default) if several else default
+        text = item.metadata["about"] + (f" (default {default})" if default not in ("", None) else "")
+        kind = str if several or item.metadata.get("text") else kinds[item.name]
+        parameters.append(_parameter(item.name, kind | None, text, item.metadata["group"]))
 
     def command(**given: Any) -> None:
-        settings = {name: given.pop(name) for name in names}
-        for name in many:
-            settings[name] = tuple(part.strip() for part in settings[name].split(","))
-        run(settings, **given)
+        others = {name: given.pop(name) for name in extra}
+        settings = {name: value for name, value in given.items() if value is not None}
+        for item in fields(spec):
+            if isinstance(item.default, tuple) and item.name in settings:
+                settings[item.name] = split_names(settings[item.name])
+        run(settings, **others)
 
-    parameters = []
-    for item in fields(spec):
-        default: Any = item.default
-        kind = kinds[item.name]
-        if item.name in many:
-            default, kind = ",".join(default), str
-        parameters.append(keyword(item.name, Annotated[kind, typer.Option(help=item.metadata["about"])], default))
-    for name, (kind, text) in extra.items():
-        parameters.append(keyword(name, Annotated[kind, typer.Option(help=text)], None))
-    describe(command, about, parameters)
-    return command
-
-
-def describe(command: Callable[..., None], about: str, parameters: list[inspect.Parameter]) -> None:
-    """Have `command` look to typer as if it were written with these parameters."""
+    # What typer reads, as if the function were written with these parameters.
     command.__doc__ = about
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
 
 
-def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def _parameter(name: str, kind: Any, text: str, group: str = "") -> inspect.Parameter:
+    # A flag of its own, unlike a setting, has no opposite (`--no-…`), and is false when it is not given.
+    is_flag = kind is bool
+    names = (f"--{name.replace('_', '-')}",) if is_flag else ()
+    annotation = Annotated[kind, typer.Option(*names, help=text, rich_help_panel=group or None)]
+    default = False if is_flag else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

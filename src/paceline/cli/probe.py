@@ -10,7 +10,7 @@ import torch.distributed as dist
 import paceline
 from paceline.collectives import TorchDistTransport, Transport, finish
 from paceline.collectives.choose import choose
-from paceline.tell import tell
+from paceline.rank_report import report
 
 TIMEOUT_S = 30.0
 SMALL, LARGE = 4 << 10, 25 << 20
@@ -18,8 +18,8 @@ REPEATS = 9
 
 
 def main() -> None:
-    """Tell the launcher what is found; anything that fails ends this rank with its traceback."""
-    tell(
+    """Report what is found; anything that fails ends this rank with its traceback."""
+    report(
         "torch",
         version=torch.__version__,
         cuda=torch.version.cuda or "",
@@ -61,7 +61,7 @@ def _measure(name: str, transport: Transport, device: torch.device) -> None:
             taken.append(time.perf_counter() - began)
         seconds[size] = statistics.median(taken[2:])
         sums.append(flat.amin().item() == flat.amax().item() == transport.size * (transport.size + 1) / 2)
-    tell(
+    report(
         "reduced",
         over=name,
         transport=type(transport).__name__,

@@ -2,40 +2,39 @@
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-USAGE = "paceline run [-n RANKS] [flags] script.py [arguments of the script]"
-ABOUT = """Start a script on several ranks, and watch over them.
+from paceline.errors import UsageError
 
-torchrun's flags are accepted as they are, with dashes or underscores, and its PET_* variables as defaults.
+USAGE = "paceline run [-n RANKS] [flags] script.py [arguments of the script]"
+ABOUT = """Run a script on several ranks of this machine, and supervise them.
+
+torchrun's flags are accepted, with dashes or underscores, and its PET_* variables are the defaults.
 Everything after the script belongs to the script."""
 
 # Flags of torchrun that change nothing here, and why.
 WITHOUT_EFFECT = {
-    "monitor_interval": "ends of ranks are noticed at once",
+    "monitor_interval": "exits of ranks are noticed at once",
     "start_method": "every rank is a fresh interpreter",
     "event_log_handler": "there is no event log",
-    "run_path": "scripts run as `python script.py` does",
-    "rdzv_conf": "there is no rendezvous to configure; see --join-timeout",
-    "local_addr": "the address is that of the way to --master-addr",
+    "run_path": "scripts run as with `python script.py`",
+    "rdzv_conf": "there is no rendezvous to configure",
+    "local_addr": "ranks find each other on loopback",
     "logs_specs": "logs are rank_N.log in the run's folder",
     "numa_binding": "ranks are not bound to processors; use numactl",
-    "virtual_local_rank": "LOCAL_RANK stays the number on this machine",
-    "signals_to_handle": "SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 are passed on",
+    "virtual_local_rank": "LOCAL_RANK stays the rank on this machine",
+    "signals_to_handle": "SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1 are forwarded",
     "duplicate_stdout_filters": "equal lines are folded instead",
     "duplicate_stderr_filters": "equal lines are folded instead",
-    "tee": "output is always both shown and written to a file",
+    "tee": "output is always both shown and written to a log",
 }
-
-
-class Refused(Exception):
-    """The command line cannot be used; the text is one clear line."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise Refused(message)
+        raise UsageError(message)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -66,35 +65,33 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         parser.add_argument(*spellings, dest=dest, default=default, help=about or argparse.SUPPRESS, **more)
 
     add("-n", "--nproc-per-node", "--num-processes", "-np", metavar="N", about="ranks: a number, auto, gpu or cpu [1]")
-    add("--gpu-ids", metavar="1,2", about="the GPUs that ranks see, in this order; without -n one rank each")
+    add("--gpu-ids", metavar="1,2", about="the GPUs that ranks see, in this order; without -n, one rank per GPU")
     add("-m", "--module", switch=True, about="the script is a module, run as `python -m`")
-    add("--no-python", switch=True, about="the script is a program of its own, not Python")
-    add("--max-restarts", default="0", metavar="K", about="start all ranks again after a failure, K times at most [0]")
+    add("--no-python", switch=True, about="the script is an executable, not a Python script")
+    add("--max-restarts", default="0", metavar="K", about="restart all ranks after a failure, at most K times [0]")
     add(
         "--hang-timeout",
         metavar="S",
-        about="seconds without progress before a rank counts as hanging [learned]; 0: never",
+        about="seconds without progress after which a rank counts as hung [learned]; 0: never",
     )
     add("--shutdown-timeout", metavar="S", about="seconds between SIGTERM and SIGKILL [30]")
-    add("--nnodes", metavar="M", about="machines [1, or as Slurm and SkyPilot say]")
-    add("--node-rank", metavar="R", about="which machine this is")
-    add("--master-addr", metavar="A", about="where machine 0 can be reached")
-    add("--master-port", metavar="P", about="its port [29500 with several machines, else any free one]")
-    add("--secret-file", metavar="F", about="what the launchers of a job share [PACELINE_JOB_SECRET]")
-    add("--join-timeout", metavar="S", about="seconds to wait for other machines [600]")
+    add("--nnodes", metavar="1", about="number of machines; for more than one, prints the torchrun command to use")
+    add("--node-rank")
+    add("--master-addr")
+    add("--master-port", metavar="P", about="the port at which ranks find each other [any free one]")
     add("--log-dir", default="runs", metavar="DIR", about="logs go to DIR/<id>/rank_N.log [runs]")
     add(
         "-r",
         "--redirects",
         default="0",
         metavar="0-3",
-        about="keep 1: output, 2: errors, 3: both off the screen; or 0:3,1:1",
+        about="hide stdout (1), stderr (2) or both (3), of all ranks or as in 0:3,1:1",
     )
     add("--local-ranks-filter", default="", metavar="0,1", about="show only these ranks of this machine")
-    add("--standalone", switch=True, about="one machine, any free port")
+    add("--standalone", switch=True, about="ignore all rendezvous settings")
     add("--rdzv-backend", default="static")
-    add("--rdzv-endpoint", metavar="A:P", about="the same as --master-addr A --master-port P")
-    add("--rdzv-id", default="", metavar="ID", about="a name of the job, seen by ranks as TORCHELASTIC_RUN_ID")
+    add("--rdzv-endpoint")
+    add("--rdzv-id", default="", metavar="ID", about="name of the job, which ranks see as TORCHELASTIC_RUN_ID")
     add("--role", default="default")
     add("-t", "--tee")
     for name in WITHOUT_EFFECT:
@@ -106,19 +103,28 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> argparse.Namespace:
-    """The flags of one command line. Raises `Refused` for one that cannot be used."""
+    """The flags of one command line. Raises `UsageError` for one that cannot be used."""
     found = build_parser(os.environ if environ is None else environ).parse_args(list(argv))
     if found.script is None:
-        raise Refused("there is no script: expected `paceline run [flags] script.py …`")
+        raise UsageError("no script was given: expected `paceline run [flags] script.py …`")
     return found
 
 
 def notes(flags: argparse.Namespace) -> list[str]:
-    """A line for each flag that is accepted and changes nothing."""
+    """A line for each flag that is accepted and changes nothing, and one for an -n that comes too late."""
+    late = [word for word in flags.arguments if re.match(r"(-n|--nproc[-_]per[-_]node)(?![a-z])", word)]
     return [
-        f"--{name.replace('_', '-')} changes nothing here: {reason}"
-        for name, reason in WITHOUT_EFFECT.items()
-        if getattr(flags, name)
+        *(
+            f"{word} comes after {flags.script}, so it is passed to the script, and one rank is started; to start "
+            f"several, put -n before the script"
+            for word in late[:1]
+            if flags.nproc_per_node is None
+        ),
+        *(
+            f"--{name.replace('_', '-')} changes nothing here: {reason}"
+            for name, reason in WITHOUT_EFFECT.items()
+            if getattr(flags, name)
+        ),
     ]
 
 

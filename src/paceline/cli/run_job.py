@@ -3,38 +3,35 @@
 import argparse
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import UsageError
 from paceline.launch import Job, gpu_count
-from paceline.launch.seat import SECRET_NAME
-from paceline.world.environment import DEFAULT_PORT, Variables
+from paceline.world import World
+from paceline.world.environment import DEFAULT_PORT, Variables, is_loopback
 from paceline.world.launchers import from_skypilot, from_slurm
 
 
 def job_from(flags: argparse.Namespace, environ: Mapping[str, str]) -> Job:
-    """The job that the flags describe. Raises `UsageError` with one clear line when they cannot be."""
+    """The job that the flags describe. Raises `UsageError` if they do not describe one."""
     gpu_ids = None if flags.gpu_ids is None else _gpu_ids(flags.gpu_ids)
-    place = _place(flags, environ)
     run_id = flags.rdzv_id if flags.rdzv_id not in ("", "none") else f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return Job(
         command=_command(flags),
         ranks=_ranks(flags.nproc_per_node, gpu_ids, environ),
+        master_port=_master_port(flags, environ),
         run_dir=Path(flags.log_dir) / re.sub(r"[^\w.-]", "_", run_id),
         gpu_ids=gpu_ids,
         max_restarts=_whole("--max-restarts", flags.max_restarts),
         hang_timeout_s=None if flags.hang_timeout is None else _seconds("--hang-timeout", flags.hang_timeout),
         shutdown_timeout_s=_seconds("--shutdown-timeout", flags.shutdown_timeout, 30.0),
-        join_timeout_s=_seconds("--join-timeout", flags.join_timeout, 600.0),
-        secret=_secret(flags.secret_file, environ) if place.get("nodes", 1) > 1 else b"",
         run_id=run_id,
         role=flags.role,
-        **place,
     )
 
 
@@ -42,7 +39,7 @@ def _command(flags: argparse.Namespace) -> tuple[str, ...]:
     script, rest = str(flags.script), [str(word) for word in flags.arguments]
     if flags.no_python:
         if flags.module:
-            raise UsageError("--no-python and --module exclude each other")
+            raise UsageError("--no-python and --module cannot be combined")
         if shutil.which(script) is None:
             raise UsageError(f"the program {script!r} was not found, or cannot be executed")
         return (script, *rest)
@@ -72,38 +69,64 @@ def _ranks(asked: str | None, gpu_ids: tuple[int, ...] | None, environ: Mapping[
 def _gpu_ids(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
-        raise UsageError(f"--gpu-ids {text!r}: expected numbers with commas between them, as in 1,2")
+        raise UsageError(f"--gpu-ids {text!r}: expected comma-separated numbers, such as 1,2")
     ids = tuple(int(part) for part in parts)
     if len(set(ids)) < len(ids):
         raise UsageError(f"--gpu-ids {text!r} names a GPU twice")
     return ids
 
 
-def _place(flags: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Which machine of how many this is, and where they meet."""
+def missing_gpus(job: Job) -> list[str]:
+    """A warning about GPUs that were asked for and do not exist."""
+    count = gpu_count({})
+    missing = [number for number in job.gpu_ids or () if number >= count]
+    if not missing:
+        return []
+    there = "no GPU, so the ranks run on the CPU"
+    if count:
+        there = f"{count} GPUs, so the ranks do not see GPU {', '.join(map(str, missing))}"
+    return [f"--gpu-ids {','.join(map(str, job.gpu_ids or ()))}: this machine has {there}"]
+
+
+def _master_port(flags: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """The port at which ranks find each other, 0 for any. Raises `UsageError` for a job of several machines."""
     if flags.standalone:
-        return {"nodes": 1, "master_port": 0}
-    address, port = flags.master_addr, flags.master_port
-    if flags.rdzv_endpoint:
-        host, endpoint_port = _endpoint(flags.rdzv_endpoint)
-        address, port = address or host, port or endpoint_port
-    if flags.nnodes is None and flags.node_rank is None and (found := _from_scheduler(environ)):
-        given = {"master_addr": address, "master_port": _whole("--master-port", port, low=1) if port else None}
-        return {**found, **{name: value for name, value in given.items() if value}}
-    low, _, high = str(flags.nnodes or "1").partition(":")
-    nodes = _whole("--nnodes", low, low=1)
-    if high and _whole("--nnodes", high, low=1) != nodes:
-        raise UsageError(f"--nnodes {flags.nnodes}: the number of machines is fixed during a run; expected one number")
-    if nodes == 1:
-        return {"master_port": _whole("--master-port", port or "0"), "master_addr": address or "127.0.0.1"}
-    if flags.node_rank is None:
-        raise UsageError(f"--nnodes {nodes} needs --node-rank: 0 on the machine of --master-addr, 1, 2, … elsewhere")
-    return {
-        "nodes": nodes,
-        "node_rank": _whole("--node-rank", flags.node_rank),
-        "master_addr": address or "127.0.0.1",
-        "master_port": _whole("--master-port", port or str(DEFAULT_PORT), low=1),
-    }
+        return 0
+    host, port = _endpoint(flags.rdzv_endpoint) if flags.rdzv_endpoint else ("", None)
+    host, port = flags.master_addr or host, flags.master_port or port
+    nodes = str(flags.nnodes or "1")
+    if not re.fullmatch(r"[1-9][0-9]*(:[1-9][0-9]*)?", nodes):
+        raise UsageError(f"--nnodes {nodes}: expected a whole number of at least 1")
+    if flags.nnodes is None and flags.node_rank is None and (place := _several_machines(environ)):
+        nodes, host, port = str(place.size), host or place.master_addr, port or str(place.master_port)
+    if nodes not in ("1", "1:1"):
+        raise UsageError(_use_torchrun(flags, nodes, host, port))
+    if _whole("--node-rank", flags.node_rank or "0"):
+        raise UsageError(f"--node-rank {flags.node_rank}: expected 0, since `paceline run` starts one machine's ranks")
+    if host and not is_loopback(host):
+        raise UsageError(
+            f"--master-addr {host}: the ranks of one machine find each other on loopback; leave the address out. "
+            + _use_torchrun(flags, "NODES", host, port)
+        )
+    return _whole("--master-port", port or "0")
+
+
+def _use_torchrun(flags: argparse.Namespace, nodes: str, host: str, port: str | None) -> str:
+    """What to type instead, for a job of several machines."""
+    host = f"[{host}]" if ":" in host else host or "HOST"
+    command = ["torchrun", "--nnodes", nodes, "--nproc-per-node", str(flags.nproc_per_node or 1)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port or DEFAULT_PORT}"]
+    if flags.rdzv_id not in ("", "none"):
+        command += ["--rdzv-id", flags.rdzv_id]
+    if flags.max_restarts != "0":
+        command += ["--max-restarts", flags.max_restarts]
+    command += [*(["--module"] if flags.module else ()), *(["--no-python"] if flags.no_python else ())]
+    return (
+        f"`paceline run` starts the ranks of one machine. For several machines, run this on each of them: "
+        f"{shlex.join([*command, flags.script, *flags.arguments])} (or start one task per rank with srun or mpirun). "
+        f"paceline's DistributedDataParallel and checkpoints work there unchanged. So does the trainer: run the module "
+        f"paceline.train with a folder that holds a config.toml, as paceline train --print-config prints it"
+    )
 
 
 def _endpoint(text: str) -> tuple[str, str | None]:
@@ -114,29 +137,15 @@ def _endpoint(text: str) -> tuple[str, str | None]:
     return found[1] or found[2], found[3]
 
 
-def _from_scheduler(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """One launcher on each machine, as `srun --ntasks-per-node 1` and SkyPilot start them."""
+def _several_machines(environ: Mapping[str, str]) -> World | None:
+    """One launcher on each of several machines, as `srun --ntasks-per-node 1` and SkyPilot start them."""
     env = Variables(environ)
     # A batch script or a shell inside an allocation is not a step on all its machines.
     slurm = from_slurm(env) if env.has("SLURM_STEP_NUM_NODES") else None
     for place in (slurm, from_skypilot(env) if not env.has("LOCAL_RANK") else None):
         if place is not None and place.size > 1 and place.local_size == 1:
-            return {
-                "nodes": place.size,
-                "node_rank": place.rank,
-                "master_addr": place.master_addr,
-                "master_port": place.master_port,
-            }
+            return place
     return None
-
-
-def _secret(path: str | None, environ: Mapping[str, str]) -> bytes:
-    if path is None:
-        return environ.get(SECRET_NAME, "").strip().encode()
-    try:
-        return Path(path).read_bytes().strip()
-    except OSError as error:
-        raise UsageError(f"--secret-file {path}: {error.strerror}") from error
 
 
 def _whole(name: str, text: str, *, low: int = 0, more: str = "") -> int:
@@ -158,32 +167,24 @@ def _seconds(name: str, text: str | None, default: float = 0.0) -> float:
     return seconds
 
 
-# What is shown -----------------------------------------------------------------------------------------------------
-
-
-def shown(flags: argparse.Namespace, ranks: int) -> Callable[[int], bool]:
-    """Which of a machine's `ranks` are shown."""
-    if not flags.local_ranks_filter:
-        return lambda _: True
-    named = {_whole("--local-ranks-filter", part.strip()) for part in flags.local_ranks_filter.split(",")}
-    _refuse_absent("--local-ranks-filter", flags.local_ranks_filter, named, ranks)
-    return lambda local: local in named
-
-
-def hidden(flags: argparse.Namespace, ranks: int) -> Callable[[int], int]:
-    """What is kept off the screen of each of a machine's `ranks`: 1 its output, 2 its errors, 3 both."""
+def hidden(flags: argparse.Namespace, ranks: int) -> list[int]:
+    """What is not shown of each rank: 1 its standard output, 2 its standard error, 3 both."""
     text = str(flags.redirects)
-    if text in ("0", "1", "2", "3"):
-        return lambda _: int(text)
     found = dict(re.findall(r"(\d+):([0-3])(?:,|$)", text))
-    if ",".join(f"{rank}:{kind}" for rank, kind in found.items()) != text:
-        raise UsageError(f"--redirects {text}: expected 0, 1, 2 or 3, or one of them for each rank as in 0:3,1:1")
+    if text in ("0", "1", "2", "3"):
+        found = {str(rank): text for rank in range(ranks)}
+    elif ",".join(f"{rank}:{kind}" for rank, kind in found.items()) != text:
+        raise UsageError(f"--redirects {text}: expected 0, 1, 2 or 3, or one of these per rank, as in 0:3,1:1")
     _refuse_absent("--redirects", text, {int(rank) for rank in found}, ranks)
-    return lambda local: int(found.get(str(local), 0))
+    shown = set(range(ranks))
+    if flags.local_ranks_filter:
+        shown = {_whole("--local-ranks-filter", part.strip()) for part in flags.local_ranks_filter.split(",")}
+        _refuse_absent("--local-ranks-filter", flags.local_ranks_filter, shown, ranks)
+    return [int(found.get(str(rank), 0)) if rank in shown else 3 for rank in range(ranks)]
 
 
 def _refuse_absent(name: str, text: str, named: set[int], ranks: int) -> None:
     absent = sorted(rank for rank in named if rank >= ranks)
     if absent:
-        there = "rank 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
-        raise UsageError(f"{name} {text}: there is no rank {absent[0]} on this machine; expected some of {there}")
+        there = "0" if ranks == 1 else f"0 to {ranks - 1}"
+        raise UsageError(f"{name} {text}: there is no rank {absent[0]}; expected ranks among {there}")

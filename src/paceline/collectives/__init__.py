@@ -1,11 +1,11 @@
 """How bytes move between ranks: transports, waits that end, and the public collectives."""
 
-from paceline.collectives.api import Op, Transport, Watch, Work
 from paceline.collectives.checked import all_gather, all_reduce, barrier, broadcast
+from paceline.collectives.group import finish
 from paceline.collectives.local import LocalTransport
+from paceline.collectives.protocols import Op, Transport, Watch, Work
 from paceline.collectives.threads import ThreadTransport, ThreadWorld, run
 from paceline.collectives.torch_dist import TorchDistTransport
-from paceline.collectives.wait import finish
 from paceline.collectives.watch import StoreWatch
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Which line of the user's code made a call, in words that are equal on hosts with different folders.
+"""Which line of the user's code made a call, as text that is equal on hosts with different folders.
 
 Why more than one line
 ----------------------
@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 import torch
 
-DEPTH = 4  # frames of the user's
+DEPTH = 4  # of the user's frames
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
-# What starts a script, a thread or a cell. How a rank was started is its own affair.
+# What starts a script, a thread or a cell. Ranks may be started in different ways.
 _STARTS = re.compile(
     r"<frozen runpy>$|.*[/\\](?:runpy|threading)\.py$|.*[/\\](?:multiprocessing|concurrent|asyncio)[/\\]"
     r"|.*[/\\](?:IPython|ipykernel)[/\\]"
@@ -52,7 +52,7 @@ class CallFrame(NamedTuple):
 
 
 def call_site(skip: str = "") -> tuple[CallFrame, ...]:
-    """The frames of the user's that led here, innermost first.
+    """The user's frames that led here, innermost first.
 
     `skip` is the file of the function that asks. If paceline called that function, the one frame that did so.
     """
@@ -82,7 +82,7 @@ def difference(one: Sequence[CallFrame], other: Sequence[CallFrame]) -> int | No
     return None
 
 
-def told(site: Sequence[CallFrame], depth: int = 1) -> str:
+def describe_site(site: Sequence[CallFrame], depth: int = 1) -> str:
     """A call site as text: " at train.py:12 in main". Empty where none is known."""
     shown = site[:depth]
     return " at " + ", called at ".join(map(str, shown)) if shown else ""

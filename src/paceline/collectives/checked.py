@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from paceline.collectives.api import Op, Transport, Work, describe
-from paceline.collectives.call_site import CallFrame, call_site, difference, told
+from paceline.collectives.call_site import CallFrame, call_site, describe_site, difference
+from paceline.collectives.group import finish
 from paceline.collectives.local import LocalTransport
-from paceline.collectives.peers import StoreCall
-from paceline.collectives.torch_dist import TorchDistTransport, store_of, watch_of
-from paceline.collectives.wait import finish
+from paceline.collectives.protocols import CollectiveCall, Op, Transport, Work
+from paceline.collectives.rendezvous import StoreGather
+from paceline.collectives.store_call import StoreCall
+from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.collectives.torch_store import store_of, watch_of
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import CollectiveMismatch, PeerAbsent, UsageError
 
@@ -53,7 +55,7 @@ def all_reduce(
     (`if rank == 0: …, else: …`) are given the same `tag` on all ranks.
     """
     op = _op(op)
-    call = _Call(group, describe("all_reduce", tensor, op.value), timeout, tag)
+    call = _Call(group, str(CollectiveCall.of("all_reduce", tensor, op.value)), timeout, tag)
     with torch.no_grad():
         flat = tensor if tensor.is_sparse else tensor.contiguous()
         call.finish(call.transport.all_reduce(flat, op))
@@ -73,16 +75,12 @@ def all_gather(
 
     Errors and `tag` are those of `all_reduce`.
     """
-    call = _Call(group, describe("all_gather", tensor, ""), timeout, tag)
+    call = _Call(group, str(CollectiveCall.of("all_gather", tensor, "")), timeout, tag)
     size = call.transport.size
     with torch.no_grad():
-        out = torch.empty(size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        out = torch.empty(size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
         call.finish(call.transport.all_gather(out, tensor.contiguous()))
-    return (
-        [part.view(tensor.shape) for part in out.chunk(size)]
-        if tensor.numel()
-        else [tensor.clone() for _ in range(size)]
-    )
+    return list(out)
 
 
 def broadcast(
@@ -97,7 +95,7 @@ def broadcast(
 
     Errors and `tag` are those of `all_reduce`.
     """
-    call = _Call(group, describe("broadcast", tensor, f"src={src}"), timeout, tag)
+    call = _Call(group, str(CollectiveCall.of("broadcast", tensor, f"src={src}")), timeout, tag)
     with torch.no_grad():
         flat = tensor.contiguous()
         call.finish(call.transport.broadcast(flat, src))
@@ -114,8 +112,16 @@ def barrier(*, group: dist.ProcessGroup | None = None, timeout: float | None = N
     _Call(group, "barrier()", timeout, tag)  # that all ranks have posted this call is all there is to a barrier
 
 
+def named_barrier(name: str, *, group: dist.ProcessGroup | None, timeout: float | None) -> None:
+    """A barrier at the start of a method such as "Checkpointer.save(5)", which all ranks must have called alike.
+
+    The name is all that is compared, and messages tell it in place of "barrier()".
+    """
+    _Call(group, name, timeout, None, compares_site=False)
+
+
 @dataclass(frozen=True)
-class _CallLine:
+class _PostedCall:
     """What a rank posts about its call."""
 
     call: str
@@ -126,32 +132,32 @@ class _CallLine:
         return json.dumps([self.call, self.tag, self.site])
 
     @classmethod
-    def decode(cls, text: str) -> "_CallLine":
+    def decode(cls, text: str) -> "_PostedCall":
         call, tag, site = json.loads(text)
         return cls(call, tag, tuple(CallFrame(*frame) for frame in site))
 
-    def differs(self, other: "_CallLine") -> int | None:
+    def differs(self, other: "_PostedCall") -> int | None:
         """How many frames must be shown for the difference to be seen; None if the two calls belong together."""
         if (self.call, self.tag) != (other.call, other.tag):
             return 1
         place = None if self.tag is not None else difference(self.site, other.site)
         return None if place is None else place + 1
 
-    def tell(self, depth: int) -> str:
+    def describe(self, depth: int) -> str:
         tag = "" if self.tag is None else f" with tag={self.tag!r}"
-        return f"called {self.call}{tag}{told(self.site, depth)}"
+        return f"called {self.call}{tag}{describe_site(self.site, depth)}"
 
 
-def _compare(lines: Sequence[_CallLine]) -> None:
-    """Raise unless all ranks are about to do the same. All ranks come to the same conclusion, in the same words."""
-    if len(set(lines)) == 1:
+def _compare(calls: Sequence[_PostedCall]) -> None:
+    """Raise unless all ranks are about to do the same. All ranks come to the same conclusion, with the same text."""
+    if len(set(calls)) == 1:
         return
-    usual, _ = Counter(lines).most_common(1)[0]
-    odd = {rank: depth for rank, line in enumerate(lines) if (depth := usual.differs(line)) is not None}
+    usual, _ = Counter(calls).most_common(1)[0]
+    odd = {rank: depth for rank, call in enumerate(calls) if (depth := usual.differs(call)) is not None}
     if not odd:
         return
-    calls = "; ".join(f"rank {rank} {line.tell(max(odd.values()))}" for rank, line in enumerate(lines))
-    if len({(line.call, line.tag) for line in lines}) > 1:
+    described = "; ".join(f"rank {rank} {call.describe(max(odd.values()))}" for rank, call in enumerate(calls))
+    if len({(call.call, call.tag) for call in calls}) > 1:
         rule = "with the same shape, dtype, op, root and tag, in the same order; nothing was sent"
     else:
         rule = (
@@ -159,7 +165,8 @@ def _compare(lines: Sequence[_CallLine]) -> None:
             'lines, give them the same tag="..." on all ranks'
         )
     raise CollectiveMismatch(
-        f"the ranks are about to do different things: {calls}. Every rank must issue the same collectives, {rule}",
+        f"the ranks are about to run different collectives: {described}. "
+        f"Every rank must issue the same collectives, {rule}",
         ranks=sorted(odd),
     )
 
@@ -167,7 +174,15 @@ def _compare(lines: Sequence[_CallLine]) -> None:
 class _Call:
     """One checked call: agreement about it is reached on construction."""
 
-    def __init__(self, group: dist.ProcessGroup | None, text: str, timeout: float | None, tag: str | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        text: str,
+        timeout: float | None,
+        tag: str | None,
+        *,
+        compares_site: bool = True,
+    ) -> None:
         if tag is not None and not isinstance(tag, str):
             raise UsageError(f"tag must be text that is the same on all ranks, got {tag!r}")
         self._text = text
@@ -180,19 +195,20 @@ class _Call:
         if not isinstance(group, dist.ProcessGroup):
             raise UsageError(f"group must be a process group that this rank is a member of, got {group!r}")
         store = store_of(group)
-        watch = watch_of(group, line="checked", announce=False)
+        watch = watch_of(group, sequence="checked")
         watch.brief = timeout is not None and timeout < BRIEF_S
         self.transport = TorchDistTransport(group, watch=watch)
         if store is not None and group.size() > 1:
-            self._agree(store, watch, _CallLine(text, tag, call_site(skip=__file__)))
+            site = call_site(skip=__file__) if compares_site else ()
+            self._agree(store, watch, _PostedCall(text, tag, site))
 
     def finish(self, work: Work) -> None:
         finish(work, what=self._text, watch=self.transport.watch, timeout_s=self._left_s())
 
-    def _agree(self, store: Store, watch: StoreWatch, line: _CallLine) -> None:
-        header = _Header(store, self.transport.rank, self.transport.size, line.encode(), watch)
-        watch.calls.began(line.call)
-        posted = StoreCall(header.exchange)
+    def _agree(self, store: Store, watch: StoreWatch, own: _PostedCall) -> None:
+        gather = StoreGather(store, "paceline/call", self.transport.rank, self.transport.size, own.encode())
+        watch.calls.began(own.call)
+        posted = StoreCall(gather.run)
         try:
             finish(posted, what=f"the start of {self._text}", watch=watch, timeout_s=self._left_s())
         except BaseException as error:
@@ -202,67 +218,10 @@ class _Call:
                 raise
             if not isinstance(error, PeerAbsent):  # the last rank has come while this one gave up: it counts
                 raise
-        _compare([_CallLine.decode(text) for text in posted.result()])
+        _compare([_PostedCall.decode(text) for text in posted.result()])
 
     def _left_s(self) -> float | None:
         return None if self._ends is None else max(0.0, self._ends - time.monotonic())
-
-
-class _Header:
-    """What one rank is about to do, posted on the store where all ranks see it.
-
-    The number of the call is counted on the store, so that no state outlives the group.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int, text: str, watch: StoreWatch) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._text = text  # of the line
-        self._watch = watch
-
-    def exchange(self, call: StoreCall[list[str]]) -> list[str]:
-        store, counter = self._store, f"paceline/calls/{self._rank}"
-        number = store.add(counter, 1)
-        if number == 1:
-            self._watch.announce()
-        store.set(self._key(number, self._rank), f"{number} {self._text}")
-        pause_s = 0.00005
-        while not (found := self._read(number)):
-            if not call.pause(pause_s):
-                return self._give_up(number)
-            pause_s = min(1.2 * pause_s, 0.02)
-        return found
-
-    def _give_up(self, number: int) -> list[str]:
-        """As if the call had never been made, so that a second try finds the others.
-
-        Unless the last of them has come meanwhile: then some may have seen this rank there, and gone on.
-        """
-        key = self._key(number, self._rank)
-        self._store.set(key, "")
-        if found := self._read(number):
-            self._store.set(key, f"{number} {self._text}")
-            return found
-        self._store.add(f"paceline/calls/{self._rank}", -1)
-        return []
-
-    def _read(self, number: int) -> list[str]:
-        """What each rank said about this call, or nothing if some have not come to it yet."""
-        keys = [self._key(number, peer) for peer in range(self._size) if peer != self._rank]
-        if number <= 2 and not self._store.check(keys):  # `multi_get` waits for a key that was never set
-            return []
-        said = [text.decode().partition(" ") for text in self._store.multi_get(keys)]
-        if any(found != str(number) for found, _, _ in said):
-            return []
-        texts = [text for _, _, text in said]
-        texts.insert(self._rank, self._text)
-        return texts
-
-    def _key(self, number: int, rank: int) -> str:
-        # Two places are enough: who posts a call has seen that all ranks came to the one before, so all have read the
-        # one before that.
-        return f"paceline/call/{number % 2}/{rank}"
 
 
 def _op(op: str | Op) -> Op:

@@ -2,12 +2,12 @@
 
 When a deadlock is proven
 -------------------------
-A rank says which threads of it start collectives of the group, which of those wait and in which line (a sequence of
+A rank says which threads of it start collectives of the group, which of those wait and in which sequence (of
 collectives that all ranks start in the same order: the checked collectives, the buckets of one replica), and how many
-collectives it has started in each line. Then nobody can move any more if
+collectives it has started in each sequence. Then nobody can move any more if
 
 1. on every rank of the group all those threads wait, none with a timeout that ends its wait within seconds, and
-2. for every wait there is a rank that has started fewer collectives in its line.
+2. for every wait there is a rank that has started fewer collectives in its sequence.
 
 For that rank would have to start the one that is missing, and all its threads wait. Bytes that are only slow fail (2):
 a rank that has left a collective has started it. A rank that computes, loads data or saves fails (1): it is waited for,
@@ -28,13 +28,13 @@ future of a hook), different waits count as a deadlock after `settle_s`.
 import time
 from collections.abc import Mapping
 
-from paceline.collectives.peers import Record, Wait
+from paceline.collectives.peers import PeerRecord, Wait
+from paceline.collectives.protocols import SAME_ORDER
 
 LOOKS = 2
-RULE = "Every rank must issue the same collectives in the same order"
 
 
-class Doubt:
+class DeadlockDetector:
     """What one rank has seen of a possible deadlock so far."""
 
     def __init__(self, size: int, settle_s: float) -> None:
@@ -47,7 +47,7 @@ class Doubt:
     def forget(self) -> None:
         self._seen = None
 
-    def look(self, records: Mapping[int, Record]) -> str | None:
+    def check(self, records: Mapping[int, PeerRecord]) -> str | None:
         """Take in what all ranks say, own record included. Returns the text of a deadlock once it is certain."""
         if len(records) < self._size or not all(_is_stuck(record) for record in records.values()):
             self.forget()
@@ -57,7 +57,7 @@ class Doubt:
         if not proven and len({wait.what for record in records.values() for wait in record.waits}) == 1:
             self.forget()
             return None
-        seen = [(proven, record.waits, record.lines) for _, record in sorted(records.items())]
+        seen = [(proven, record.waits, record.sequences) for _, record in sorted(records.items())]
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._began = seen, now
@@ -68,33 +68,33 @@ class Doubt:
             return None
         calls = {rank: f"{differ.get(rank, '')}waits in {_told(record.waits)}" for rank, record in records.items()}
         told = "; ".join(f"rank {rank} {calls[rank]}" for rank in sorted(calls))
-        return f"all ranks wait for each other, and not for the same thing: {told}. {RULE}"
+        return f"deadlock: the ranks are waiting for each other in different operations: {told}. {SAME_ORDER}"
 
 
-def _is_stuck(record: Record) -> bool:
+def _is_stuck(record: PeerRecord) -> bool:
     return bool(record.waits) and not record.free and not any(wait.brief for wait in record.waits)
 
 
-def _all_blocked(records: Mapping[int, Record]) -> bool:
+def _all_blocked(records: Mapping[int, PeerRecord]) -> bool:
     return all(_blocked(wait, record, records) for record in records.values() for wait in record.waits)
 
 
-def _blocked(wait: Wait, own: Record, records: Mapping[int, Record]) -> bool:
-    return any(other.issued(wait.line) < own.issued(wait.line) for other in records.values())
+def _blocked(wait: Wait, own: PeerRecord, records: Mapping[int, PeerRecord]) -> bool:
+    return any(other.issued(wait.sequence) < own.issued(wait.sequence) for other in records.values())
 
 
-def _first_difference(records: Mapping[int, Record]) -> dict[int, str]:
-    """What each rank issued at the first place where their sequences in one line differ; empty if none is seen to.
+def _first_difference(records: Mapping[int, PeerRecord]) -> dict[int, str]:
+    """What each rank issued at the first place where they differ in one sequence; empty if none is seen to.
 
-    Only where all ranks wait in that line: what they sent each other then never fits.
+    Only where all ranks wait in that sequence: what they sent each other then never fits.
     """
-    lines = {wait.line for record in records.values() for wait in record.waits}
-    if len(lines) > 1:
+    names = {wait.sequence for record in records.values() for wait in record.waits}
+    if len(names) > 1:
         return {}
-    (line,) = lines
-    if any(line not in record.lines for record in records.values()):
+    (name,) = names
+    if any(name not in record.sequences for record in records.values()):
         return {}
-    sequences = {rank: record.lines[line] for rank, record in records.items()}
+    sequences = {rank: record.sequences[name] for rank, record in records.items()}
     first = max(sequence.count - len(sequence.recent) for sequence in sequences.values())
     last = min(sequence.count for sequence in sequences.values())
     for number in range(first, last):

@@ -1,9 +1,24 @@
-"""The ranks that work together now, and the transport between them."""
+"""The ranks that work together now, the transport between them, and the one place where a rank waits for others."""
 
 import threading
+import time
+from _thread import get_ident
+from collections import deque
+from collections.abc import Callable
 
-from paceline.collectives.api import Transport, Work
-from paceline.collectives.wait import Beside, finish
+import torch
+
+from paceline.collectives.protocols import Transport, Watch, Work
+from paceline.errors import PacelineError, PeerAbsent, PeerLost
+from paceline.progress import Phase, own_progress
+
+# Long enough to cost nothing, short enough that Ctrl-C is felt at once: Python runs signal handlers between slices.
+SLICE_S = 0.1
+# With something to do in the meantime: it is done this often.
+MEANWHILE_S = 0.002
+
+Meanwhile = Callable[[], None]
+_HOST = torch.device("cpu")
 
 
 class Group:
@@ -31,19 +46,100 @@ class Group:
     def size(self) -> int:
         return self.transport.size
 
-    def wait(self, work: Work, what: str, beside: Beside | None = None) -> None:
-        """Wait for `work`; see `collectives.wait.finish`."""
+    @property
+    def single(self) -> bool:
+        """Whether no other rank takes part: `Traits.single`, which is the same for all devices."""
+        return self.transport.traits(_HOST).single
+
+    def wait(self, work: Work, what: str, meanwhile: Meanwhile | None = None) -> None:
+        """Wait for `work`; see `finish`."""
         with self.watching:
-            finish(work, what=what, watch=self.transport.watch, timeout_s=self.timeout_s, beside=beside)
+            finish(work, what=what, watch=self.transport.watch, timeout_s=self.timeout_s, meanwhile=meanwhile)
 
     def move(self, transport: Transport) -> None:
-        """Go on over another transport. The one before is given back."""
+        """Go on over another transport. The one before is closed."""
         if transport is not self.transport:
             self.close()
             self.transport, self._owned = transport, True
         self.generation += 1
 
     def close(self) -> None:
-        """Give back what the transport holds."""
+        """Release what the transport holds. Idempotent."""
         if self._owned:
             self.transport.close()
+
+
+def finish(
+    work: Work, *, what: str, watch: Watch, timeout_s: float | None = None, meanwhile: Meanwhile | None = None
+) -> None:
+    """Wait for `work` until it is complete, or raise a typed error that says who is missing.
+
+    `what` names the wait in reports, e.g. "bucket 2 of backward 17". `timeout_s=None` waits as long as the transport
+    itself does. `meanwhile` is called again and again while this rank waits: what it owes to other collectives.
+    """
+    started = time.monotonic()
+    slice_s = SLICE_S if meanwhile is None else MEANWHILE_S
+    before: Phase | None = None  # what was noted before the wait was worth noting
+    try:
+        while not _wait_slice(work, what, watch, started, slice_s):
+            if meanwhile is not None:
+                meanwhile()
+            if before is None:
+                before = own_progress().enter(Phase.WAITING)  # whoever others wait for is not in here
+            waited_s = time.monotonic() - started
+            try:
+                watch.look(what, waited_s)
+            except PeerLost:
+                # It may have done its part before it ended, and what it sent has only just arrived.
+                if _wait_slice(work, what, watch, started, slice_s):
+                    return
+                raise
+            if timeout_s is not None and waited_s >= timeout_s:
+                missing = watch.absent()
+                names = ", ".join(f"rank {rank}" for rank in missing) or "an unknown rank"
+                raise PeerAbsent(
+                    f"waited {waited_s:.1f} s in {what} for {names}, which exceeds timeout={timeout_s:g} s; "
+                    f"check what that rank is doing, or raise the timeout",
+                    ranks=missing,
+                )
+    finally:
+        if before is not None:
+            own_progress().note(before)
+            watch.left()
+
+
+def _wait_slice(work: Work, what: str, watch: Watch, started: float, slice_s: float) -> bool:
+    try:
+        return work.wait(slice_s)
+    except PacelineError:
+        raise
+    except RuntimeError as error:
+        raise watch.explain(what, time.monotonic() - started, error) from error
+
+
+class CallLog:
+    """The collectives that a rank has started in one sequence, in order: what a deadlock is proven from.
+
+    Written for every collective, so it does next to nothing: a call becomes text only when it is asked for.
+    """
+
+    def __init__(self, threads: set[int]) -> None:
+        """`threads`: those that start collectives of the group, in any sequence."""
+        self.count = 0
+        self._recent: deque[object] = deque(maxlen=16)
+        self._threads = threads
+
+    def began(self, call: object) -> None:
+        """This thread has started a collective, which `str(call)` describes."""
+        self._threads.add(get_ident())
+        self.count += 1
+        self._recent.append(call)
+
+    def took_back(self) -> None:
+        """The newest one was withdrawn before anything was sent, as if it had never been started."""
+        self.count -= 1
+        self._recent.pop()
+
+    def recent(self) -> list[str]:
+        """The newest ones as text."""
+        return [str(call) for call in self._recent]

@@ -1,48 +1,33 @@
 """A world of one: every collective is complete when it is started."""
 
+from dataclasses import replace
+
 import torch
 
-from paceline.collectives.api import Op, Watch, Work, check_exchange, check_gather, check_reducible, check_root
+from paceline.collectives.protocols import (
+    Op,
+    Traits,
+    Watch,
+    Work,
+    check_all_to_all,
+    check_gather,
+    check_reducible,
+    check_root,
+)
 from paceline.errors import CollectiveError
 
 
 class LocalTransport:
     """The transport of a rank that is alone, so that no caller needs an `if distributed`."""
 
+    rank = 0
+    size = 1
+
     def __init__(self) -> None:
-        self._watch = _Alone()
+        self.watch: Watch = _Alone()
 
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    @property
-    def watch(self) -> Watch:
-        return self._watch
-
-    @property
-    def alone(self) -> bool:
-        return True
-
-    @property
-    def inline(self) -> bool:
-        return True
-
-    def averages(self, device: torch.device) -> bool:
-        return True
-
-    def trees(self, device: torch.device) -> bool:
-        return True
-
-    def queues(self, device: torch.device) -> bool:
-        return device.type == "cuda"
-
-    def exchanges(self, device: torch.device) -> bool:
-        return True
+    def traits(self, device: torch.device) -> Traits:
+        return _ON_DEVICE if device.type == "cuda" else _ON_HOST
 
     def progress(self) -> None:
         pass
@@ -64,13 +49,11 @@ class LocalTransport:
             out.view(-1).copy_(part.reshape(-1))
         return _DONE
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
-        check_exchange(out, flat, 1)
-        with torch.no_grad():
-            out.view(-1).copy_(flat.reshape(-1))
-        return _DONE
+    def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        check_all_to_all(out, flat, 1)
+        return self.all_gather(out, flat)
 
-    def apart(self, timeout_s: float | None = None) -> "LocalTransport":
+    def dup(self, timeout_s: float | None = None) -> "LocalTransport":
         return self
 
     def close(self) -> None:
@@ -100,3 +83,5 @@ class _Alone:
 
 
 _DONE = _Done()
+_ON_HOST = Traits(single=True, progress_on_caller=True, native_mean=True, tree_sum=True, all_to_all=True)
+_ON_DEVICE = replace(_ON_HOST, stream_ordered=True)

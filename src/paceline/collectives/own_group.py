@@ -1,20 +1,77 @@
 """Our own duplicate of a group: connections over the same ranks, on which nothing of the user's can meet ours."""
 
+import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from paceline.collectives.rendezvous import Rendezvous
+from paceline.collectives.torch_store import store_of, watch_of
+from paceline.collectives.watch import StoreWatch
+
+logger = logging.getLogger("paceline")
 
 # Which of torch's backends can be made here, and for which kind of device.
 _KINDS = {"gloo": "cpu", "nccl": "cuda"}
 # A device may be some collectives behind its host; one whose peer is gone never gets there.
 BEHIND_S = 2.0
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a communicator's group is made
+
+
+def duplicate(
+    group: dist.ProcessGroup, devices: Collection[torch.device], timeout_s: float | None
+) -> tuple[StoreWatch, Callable[[], dist.ProcessGroup]] | None:
+    """Prepare a duplicate of `group` for the tensors of `devices`: the watch over its ranks, and what forms it when it
+    is first needed. None if its backend cannot be duplicated.
+
+    What forms it returns `group` itself if some rank cannot connect a second time. In both cases rank 0 logs a warning.
+    """
+    rank, size = group.rank(), group.size()
+    store = store_of(group)
+    backends = own_backends(group, {device.type for device in devices})
+    if store is None or not backends:
+        backend = backend_name(group, next(iter(devices), torch.device("cpu"))) or group.name()
+        _warn_of_sharing(rank, f"has a backend that cannot be duplicated ({backend})")
+        return None
+    number = store.add(f"paceline/replicas/{rank}", 1)
+    watch = watch_of(group, sequence=f"replica {number}")
+
+    def form() -> dist.ProcessGroup:
+        own_store = PrefixStore(f"paceline/replica {number}", store)
+        # Asked first: whoever cannot connect would leave the others waiting in gloo's constructor.
+        rendezvous = Rendezvous(own_store, rank, size, watch, timeout_s)
+        told = rendezvous.gather("able", obstacle_to(backends))
+        if obstacles := [f"rank {peer}: {text}" for peer, text in enumerate(told) if text]:
+            _warn_of_sharing(rank, f"could not be duplicated ({obstacles[0]})")
+            return group
+        # On a thread: gloo's constructor blocks until every rank is there.
+        what = f"the forming of replica {number}'s own group"
+        return rendezvous.call(lambda _: form_own_group(backends, own_store, rank, size), what=what)
+
+    return watch, form
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The backend that moves tensors on `device`, if the group has one."""
+    try:
+        return str(group._get_backend(device).name())
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _warn_of_sharing(rank: int, why: str) -> None:
+    if rank == 0:
+        logger.warning(
+            "the process group %s, so gradients are reduced over the group itself: run no other collectives on it "
+            "while a backward runs",
+            why,
+        )
 
 
 def own_backends(group: dist.ProcessGroup, kinds: Collection[str] = ()) -> dict[str, Any]:
@@ -92,10 +149,8 @@ def leave_own_group(own: dist.ProcessGroup, last: Sequence[Any]) -> None:
     gloo's connections end with the group. NCCL's communicators are aborted there too, with a warning of torch that
     nobody destroyed them, and with whatever collective is still under way: so that is waited for, a moment.
     """
-    if torch.device("cuda") not in own._device_types:
-        return
-    backend = own._get_backend(torch.device("cuda"))
-    if backend.name() != "nccl" or torch.cuda.is_current_stream_capturing():
+    backend = _nccl_of(own)
+    if backend is None or torch.cuda.is_current_stream_capturing():
         return
     until = time.monotonic() + BEHIND_S
     while not all(work.is_completed() for work in last) and time.monotonic() < until:
@@ -105,7 +160,11 @@ def leave_own_group(own: dist.ProcessGroup, last: Sequence[Any]) -> None:
 
 def abort_own_group(own: dist.ProcessGroup) -> None:
     """Have NCCL's kernels return, whatever they wait for. gloo's collectives cannot be ended."""
-    if torch.device("cuda") in own._device_types:
-        backend = own._get_backend(torch.device("cuda"))
-        if backend.name() == "nccl":
-            backend.abort()
+    backend = _nccl_of(own)
+    if backend is not None:
+        backend.abort()
+
+
+def _nccl_of(own: dist.ProcessGroup) -> Any | None:
+    device = torch.device("cuda")
+    return own._get_backend(device) if backend_name(own, device) == "nccl" else None

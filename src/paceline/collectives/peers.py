@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves: a record per rank on the group's store."""
+"""What ranks know about each other: a record per rank on the group's store."""
 
 import _thread
 import contextlib
@@ -7,20 +7,16 @@ import os
 import socket
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.collectives.call_log import CallLog
-from paceline.collectives.ending import settled_at_exit
-
-T = TypeVar("T")
+from paceline.collectives.group import CallLog
+from paceline.collectives.store_call import StoreCall
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class Wait:
 
     what: str
     since: float  # wall clock
-    line: str = ""  # the sequence of collectives that it belongs to
+    sequence: str = ""  # of collectives; the wait belongs to it
     at: str = ""  # the call site, as text
     brief: bool = False  # a timeout of its own ends it soon
 
@@ -85,20 +81,20 @@ class Wait:
 
 @dataclass(frozen=True)
 class Issued:
-    """The collectives that a rank has started in one line: how many, and the newest in words."""
+    """The collectives that a rank has started in one sequence: how many, and the newest as text."""
 
     count: int = 0
     recent: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Record:
+class PeerRecord:
     """All that a rank says about itself."""
 
     identity: Identity
     waits: list[Wait] = field(default_factory=list)  # one per thread that waits
     free: int = 0  # threads that start collectives of this group as well, and wait in none now
-    lines: dict[str, Issued] = field(default_factory=dict)
+    sequences: dict[str, Issued] = field(default_factory=dict)
     looks: int = 0  # grows while the rank waits: the record is no older than the newest look
     last: str = ""
     answers: bool = False  # it has noticed a failure, and lives
@@ -108,18 +104,18 @@ class Record:
     # since then raise it too, even if they look only after the first has left.
     verdict: tuple[str, list[list[float]]] | None = None
 
-    def issued(self, line: str) -> int:
-        return self.lines[line].count if line in self.lines else 0
+    def issued(self, sequence: str) -> int:
+        return self.sequences[sequence].count if sequence in self.sequences else 0
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: bytes) -> "Record":
+    def decode(cls, text: bytes) -> "PeerRecord":
         found = json.loads(text)
         found["identity"] = Identity(**found["identity"])
         found["waits"] = [Wait(**wait) for wait in found["waits"]]
-        found["lines"] = {line: Issued(**issued) for line, issued in found["lines"].items()}
+        found["sequences"] = {sequence: Issued(**issued) for sequence, issued in found["sequences"].items()}
         found["verdict"] = tuple(found["verdict"]) if found["verdict"] else None
         return cls(**found)
 
@@ -130,17 +126,17 @@ class OwnState:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.posting = threading.Lock()
-        self.posted: Record | None = None
+        self.posted: PeerRecord | None = None
         self.pid = os.getpid()
         self._threads: set[int] = set()
         self._waits: dict[int, Wait] = {}
-        self._lines: dict[str, CallLog] = {}
+        self._sequences: dict[str, CallLog] = {}
         self._said: dict[str, Any] = {}
         self._looks = 0
 
-    def calls(self, line: str) -> CallLog:
-        """What this process starts in one line of the group's collectives."""
-        return self._lines.setdefault(line, CallLog(self._threads))
+    def calls(self, sequence: str) -> CallLog:
+        """What this process starts in one sequence of the group's collectives."""
+        return self._sequences.setdefault(sequence, CallLog(self._threads))
 
     def waits(self, wait: Wait) -> None:
         """This thread waits. `since` stays what it was while the wait is the same."""
@@ -149,7 +145,7 @@ class OwnState:
             self._threads.add(me)
             self._looks += 1
             known = self._waits.get(me)
-            if known is None or (known.what, known.line) != (wait.what, wait.line):
+            if known is None or (known.what, known.sequence) != (wait.what, wait.sequence):
                 self._waits[me] = wait
                 self._said.update(answers=False, blames=[], verdict=None)
 
@@ -170,18 +166,18 @@ class OwnState:
         with self.lock:
             self._said.update(fields)
 
-    def record(self) -> Record:
+    def record(self) -> PeerRecord:
         # A thread that runs no Python, such as an idle one of autograd's, starts nothing by itself. Only the numbers
         # are kept: the frames would hold all that the threads hold.
         alive = set(sys._current_frames())
         with self.lock:
             self._threads &= alive
             free = len(self._threads - self._waits.keys())
-            lines = {name: Issued(line.count, list(line.recent)) for name, line in list(self._lines.items())}
-            return Record(self._identity, list(self._waits.values()), free, lines, self._looks, **self._said)
+            sequences = {name: Issued(log.count, log.recent()) for name, log in list(self._sequences.items())}
+            return PeerRecord(self.identity, list(self._waits.values()), free, sequences, self._looks, **self._said)
 
     @cached_property
-    def _identity(self) -> Identity:
+    def identity(self) -> Identity:
         return Identity.own()
 
 
@@ -198,15 +194,15 @@ def own_state(store: Store, rank: int) -> OwnState:
     return state
 
 
-class Board:
+class PeerBoard:
     """The records of all ranks. Its calls may block for as long as the store does: make them through `StoreCall`."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._lock = threading.Lock()
-        self._unseen = [peer for peer in range(size) if peer != rank]
-        self._seen: list[int] = []
+        self._others = [peer for peer in range(size) if peer != rank]
+        self._seen: set[int] = set()
         self.own = own_state(store, rank)
 
     def post(self) -> None:
@@ -217,21 +213,23 @@ class Board:
                 self._store.set(self._key(self._rank), record.encode())
                 own.posted = record
 
-    def exchange(self) -> dict[int, Record]:
+    def post_soon(self) -> None:
+        """Post without waiting for a store that does not answer."""
+        StoreCall[None](lambda _: self.post()).stop()
+
+    def exchange(self) -> dict[int, PeerRecord]:
         """Post the own record if it changed, and read those of the peers that have one."""
         self.post()
         with self._lock:
             # `multi_get` would block on a key that is not there yet; once there, a record is never removed.
-            if self._unseen and self._store.check([self._key(peer) for peer in self._unseen]):
-                self._seen, self._unseen = sorted(self._seen + self._unseen), []
-            for peer in list(self._unseen):
-                if self._store.check([self._key(peer)]):
-                    self._unseen.remove(peer)
-                    self._seen.append(peer)
-            if not self._seen:
-                return {}
-            found = self._store.multi_get([self._key(peer) for peer in self._seen])
-            return {peer: Record.decode(text) for peer, text in zip(self._seen, found, strict=True)}
+            unseen = [peer for peer in self._others if peer not in self._seen]
+            if unseen and self._store.check([self._key(peer) for peer in unseen]):
+                self._seen.update(unseen)
+            else:
+                self._seen.update(peer for peer in unseen if self._store.check([self._key(peer)]))
+            seen = sorted(self._seen)
+            found = self._store.multi_get([self._key(peer) for peer in seen]) if seen else []
+            return {peer: PeerRecord.decode(text) for peer, text in zip(seen, found, strict=True)}
 
     def _key(self, rank: int) -> str:
         return f"paceline/rank/{rank}"
@@ -239,75 +237,6 @@ class Board:
 
 def post_end(store: Store, rank: int, size: int) -> None:
     """Say that this rank leaves the group, so that nobody waits for it without end."""
-    board = Board(store, rank, size)
+    board = PeerBoard(store, rank, size)
     board.own.say(ended=True)
     board.post()
-
-
-class StoreCall(Generic[T]):
-    """A call to a store, on a thread of its own. It is a `Work`, so it can be waited for like any collective.
-
-    Why a thread
-    ------------
-    A TCPStore answers from a thread of the process that hosts it, usually rank 0. If that process is stopped, even
-    `check` blocks its caller for the store's whole timeout (five minutes), deaf to Ctrl-C. And `Store.wait` with a
-    short timeout is no way out: TCPStore prints two warnings each time, FileStore sleeps a whole second.
-
-    The thread is a bare one: `threading.Thread` and `Event` would cost 130 µs more in every checked collective.
-    """
-
-    def __init__(self, call: Callable[["StoreCall[T]"], T]) -> None:
-        self._call = call
-        self._result: T | None = None
-        self._error: Exception | None = None
-        self._over = False
-        self._running = _thread.allocate_lock()
-        self._running.acquire()
-        self._stopping = False
-        self._among = settled_at_exit()
-        self._among.add(id(self), self.done)
-        _thread.start_new_thread(self._run, ())
-
-    def _run(self) -> None:
-        try:
-            self._result = self._call(self)
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            self._error = error
-        finally:
-            self._over = True
-            self._among.remove(id(self))
-            self._running.release()
-
-    def done(self) -> bool:
-        return self._over
-
-    def wait(self, seconds: float) -> bool:
-        if not self._join(seconds):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def result(self) -> T:
-        assert self._over
-        assert self._error is None
-        return self._result  # type: ignore[return-value]
-
-    def found(self) -> T | None:
-        """What the call came to, if it is over and came to something."""
-        return self._result if self._over else None
-
-    def stop(self) -> None:
-        """End the call, so far as it asks `pause`. Waits a moment for it."""
-        self._stopping = True
-        self._join(0.2)
-
-    def pause(self, seconds: float) -> bool:
-        """For the call itself: sleep, and say whether to go on."""
-        time.sleep(seconds)
-        return not self._stopping
-
-    def _join(self, seconds: float) -> bool:
-        if not self._over and self._running.acquire(timeout=seconds):
-            self._running.release()
-        return self._over

@@ -1,81 +1,62 @@
 """Process groups that Python code defines and torch does not list: only their own methods can be called."""
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
-from paceline.collectives.api import Work
+from paceline.collectives.protocols import Op, Work
+from paceline.collectives.torch_work import Pin, SlicedWork
 from paceline.collectives.wait import FutureWork
+from paceline.errors import UsageError
+
+_REDUCE_OPS: dict[Op, Any] = {
+    Op.SUM: dist.ReduceOp.SUM,
+    Op.MEAN: dist.ReduceOp.AVG,
+    Op.TREE: dist.ReduceOp.SUM,  # where `Traits.tree_sum` allows it
+    Op.PRODUCT: dist.ReduceOp.PRODUCT,
+    Op.MIN: dist.ReduceOp.MIN,
+    Op.MAX: dist.ReduceOp.MAX,
+}
 
 
-def all_reduce(group: dist.ProcessGroup, flat: torch.Tensor, op: Any, divide_by: int) -> Work:
+def reduce_options(op: Op, backend: str) -> tuple[AllreduceOptions, bool]:
+    """torch's options for `op`, and whether the sum is still to be divided: only NCCL makes a mean by itself."""
+    divides = op is Op.MEAN and backend != "nccl"
     options = AllreduceOptions()
-    options.reduceOp = op
-    raw = group.allreduce([flat], options)
-    try:
-        work: Work = FutureWork(raw.get_future())
-    except RuntimeError:  # a work object need not have a future
-        work = _PythonWork(raw)
-    return work if divide_by == 1 else _DividedWork(work, flat, divide_by)
+    options.reduceOp = _REDUCE_OPS[Op.SUM if divides else op]
+    return options, divides
 
 
-def broadcast(group: dist.ProcessGroup, flat: torch.Tensor, root: int) -> Work:
-    options = BroadcastOptions()
-    options.rootRank = root
-    return _PythonWork(group.broadcast([flat], options))
+class PythonGroup:
+    """The collectives of such a group."""
 
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        self._group = group
+        self._backend = backend
+        self._pin = Pin(group)
 
-def all_gather(group: dist.ProcessGroup, out: torch.Tensor, part: torch.Tensor) -> Work:
-    outs = list(out.view(group.size(), -1).unbind())
-    return _PythonWork(group.allgather([outs], [part.reshape(-1)], AllgatherOptions()))
-
-
-class _PythonWork:
-    """A work object written in Python, of which only a `wait` with a timeout is known."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-        self._complete = False
-
-    def done(self) -> bool:
-        return self._complete
-
-    def wait(self, seconds: float) -> bool:
-        if not self._complete:
-            self._complete = self._wait_raw(seconds)
-        return self._complete
-
-    def _wait_raw(self, seconds: float) -> bool:
+    def all_reduce(self, flat: torch.Tensor, op: Op) -> Work:
+        options, divides = reduce_options(op, self._backend)
+        divide_by = self._group.size() if divides else 1
+        raw = self._group.allreduce([flat], options)
         try:
-            return bool(self._raw.wait(timedelta(seconds=max(seconds, 0.001))))  # gloo takes 0 ms for "no limit"
-        except TypeError:  # it need not take a timeout
-            return bool(self._raw.wait())
-        except RuntimeError as error:
-            if "timed out" in str(error).lower():  # of gloo, which it may wrap: the slice is over, nothing else
-                return False
-            if "not implemented" not in str(error):
-                raise
-            return FutureWork(self._raw.get_future()).wait(seconds)  # a work made from a future takes no timeout
+            return FutureWork(raw.get_future(), (lambda: flat.detach().div_(divide_by)) if divide_by > 1 else None)
+        except RuntimeError:  # a work object need not have a future
+            return self._sliced(raw, flat, divide_by)
 
+    def broadcast(self, flat: torch.Tensor, root: int) -> Work:
+        options = BroadcastOptions()
+        options.rootRank = root
+        return self._sliced(self._group.broadcast([flat], options), flat)
 
-class _DividedWork:
-    """A sum that is divided once it is complete."""
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
+        outs = list(out.view(self._group.size(), -1).unbind())
+        return self._sliced(self._group.allgather([outs], [part.reshape(-1)], AllgatherOptions()), out)
 
-    def __init__(self, work: Work, flat: torch.Tensor, divide_by: int) -> None:
-        self._work = work
-        self._flat = flat
-        self._divide_by = divide_by
-        self._complete = False
+    def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        raise UsageError("a process group written in Python has no all_to_all; use a reduction that needs none")
 
-    def done(self) -> bool:
-        return self._work.done()
-
-    def wait(self, seconds: float) -> bool:
-        if not self._complete and self._work.wait(seconds):
-            with torch.no_grad():
-                self._flat.div_(self._divide_by)
-            self._complete = True
-        return self._complete
+    def _sliced(self, raw: Any, tensor: torch.Tensor, divide_by: int = 1) -> Work:
+        return SlicedWork(raw, tensor, divide_by, self._pin, None)

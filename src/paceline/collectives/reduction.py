@@ -1,4 +1,4 @@
-"""How one bucket is combined: the protocol that the reducer calls and `strategies` implements."""
+"""How one bucket is combined: what the reducer calls, and the plain mean. `strategies` has the other reductions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from paceline.blocks import Block
-from paceline.collectives.api import Transport, Work
+from paceline.collectives.protocols import Op, Transport, Work
+from paceline.placement import Span
 
 LaneBlock = tuple[Block, torch.Tensor]  # which lanes, and the flat sum of their gradients
 
@@ -15,7 +16,7 @@ LaneBlock = tuple[Block, torch.Tensor]  # which lanes, and the flat sum of their
 class GradBucket:
     """One bucket as a reduction sees it, with the methods of torch's `dist.GradBucket`."""
 
-    __slots__ = ("_blocks", "_buffer", "_gradients", "_index", "_last", "_parameters")
+    __slots__ = ("_blocks", "_buffer", "_gradients", "_index", "_last", "_parameters", "spans")
 
     def __init__(
         self,
@@ -26,7 +27,10 @@ class GradBucket:
         *,
         last: bool,
         blocks: Sequence[LaneBlock] = (),
+        spans: Sequence[Sequence[Span]] = (),
     ) -> None:
+        """`spans`: for each rank, the parts of the result that it keeps; empty if all ranks keep all of it."""
+        self.spans = spans
         self._index = index
         self._buffer = buffer
         self._gradients = list(gradients)
@@ -69,7 +73,7 @@ def used_here(tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def nothing_to_land() -> None:
+def result_is_in_place() -> None:
     """The result is in the bucket's own memory already."""
 
 
@@ -77,11 +81,11 @@ def nothing_to_land() -> None:
 class Flight:
     """One reduction under way: what to wait for, and how the result then gets into the bucket.
 
-    `land` runs once, after `work` is complete. It returns the reduced flat tensor, or None when it is in place.
+    `result` runs once, after `work` is complete. It returns the reduced flat tensor, or None when it is in place.
     """
 
     work: Work
-    land: Callable[[], torch.Tensor | None] = nothing_to_land
+    result: Callable[[], torch.Tensor | None] = result_is_in_place
 
 
 class Reduction(Protocol):
@@ -92,7 +96,7 @@ class Reduction(Protocol):
         ...
 
     @property
-    def chains(self) -> bool:
+    def multi_step(self) -> bool:
         """True when it may start further collectives as earlier ones complete, so that nothing else may be started
         between them: ranks would disagree about the order."""
         ...
@@ -103,6 +107,21 @@ class Reduction(Protocol):
         ...
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean over all ranks: divided in the collective where that is free, else on the way into the bucket."""
+
+    multi_step: bool = False
+    trivial_alone: bool = True
+
+    def divides(self, transport: Transport, device: torch.device) -> bool:
+        return transport.traits(device).native_mean
+
+    def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
+        flat = bucket.buffer()
+        return Flight(transport.all_reduce(flat, Op.MEAN if transport.traits(flat.device).native_mean else Op.SUM))
 
 
 @runtime_checkable

@@ -2,23 +2,23 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
-from paceline.collectives.api import (
+from paceline.collectives.protocols import (
+    CollectiveCall,
     Op,
-    Watch,
+    Traits,
     Work,
-    check_exchange,
+    check_all_to_all,
     check_gather,
     check_reducible,
     check_root,
-    describe,
+    mismatch,
 )
-from paceline.collectives.tree import tree_sum
+from paceline.collectives.tree_sum import tree_sum
 from paceline.collectives.watch import Reports
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerLost, UsageError
 
@@ -35,21 +35,17 @@ class ThreadWorld:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise UsageError(f"a world has at least one rank, got size={size}")
-        self._size = size
+            raise UsageError(f"a world needs at least one rank, got size={size}")
+        self.size = size
         self._changed = threading.Condition()
         self._rounds: dict[_Place, _Round] = {}
         self._gone: dict[int, str] = {}
         self._waits: dict[int, str] = {}
         self._transports = [ThreadTransport(self, rank, size) for rank in range(size)]
 
-    @property
-    def size(self) -> int:
-        return self._size
-
     def transport(self, rank: int) -> "ThreadTransport":
         """The transport of one rank. Every call gives the same one."""
-        check_root(rank, self._size)
+        check_root(rank, self.size)
         return self._transports[rank]
 
     def leave(self, rank: int, why: str) -> None:
@@ -59,7 +55,7 @@ class ThreadWorld:
             self._changed.notify_all()
 
     def _join(
-        self, number: "_Place", rank: int, call: str, tensors: Sequence[torch.Tensor], compute: "_Compute"
+        self, place: "_Place", rank: int, call: str, source: torch.Tensor, target: torch.Tensor, combine: "_Combine"
     ) -> "_Round":
         """Deposit a contribution. The last rank to come combines all of them.
 
@@ -67,36 +63,22 @@ class ThreadWorld:
         ---------------------------------------------------------
         A contribution is the caller's own tensor, not a copy. Its owner may touch it again only after its `wait` has
         returned True, and that happens only after the last rank to come has both read every contribution and written
-        every result, in this one place and under the lock. The result is made in fresh memory first, since ranks may
-        well hand in the same tensor or views of one another.
+        every result, in this one place and under the lock. Results are made before the first is written, since ranks
+        may well hand in the same tensor or views of one another.
         """
         with self._changed:
-            joined = self._rounds.setdefault(number, _Round())
+            joined = self._rounds.setdefault(place, _Round())
             joined.calls[rank] = call
-            joined.tensors[rank] = tensors
-            if len(joined.calls) == self._size:
-                del self._rounds[number]
-                self._complete(joined, compute)
+            joined.tensors[rank] = source, target
+            if len(joined.calls) == self.size:
+                del self._rounds[place]
+                joined.complete(combine)
                 self._changed.notify_all()
             return joined
 
-    def _complete(self, joined: "_Round", compute: "_Compute") -> None:
-        calls = joined.calls
-        if len(set(calls.values())) > 1:
-            told = "; ".join(f"rank {rank} called {calls[rank]}" for rank in sorted(calls))
-            joined.mismatch = f"{told}. Every rank must issue the same collectives in the same order"
-        else:
-            try:
-                with torch.no_grad():
-                    compute([joined.tensors[rank] for rank in range(self._size)])
-            except RuntimeError as error:
-                joined.failure = error
-        joined.tensors.clear()
-        joined.over = True
 
-
-_Place = tuple[tuple[int, ...], int]  # which line of collectives, and the number in it
-_Compute = Callable[[list[Sequence[torch.Tensor]]], None]
+_Place = tuple[tuple[int, ...], int]  # which sequence of collectives, and the number in it
+_Combine = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # what each rank gets, from what each has brought
 
 
 class _Round:
@@ -104,55 +86,43 @@ class _Round:
 
     def __init__(self) -> None:
         self.calls: dict[int, str] = {}
-        self.tensors: dict[int, Sequence[torch.Tensor]] = {}
+        self.tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.over = False
         self.mismatch: str | None = None
         self.failure: RuntimeError | None = None
+
+    def complete(self, combine: _Combine) -> None:
+        calls = [(rank, self.calls[rank]) for rank in sorted(self.calls)]
+        pairs = [self.tensors[rank] for rank, _ in calls]
+        if len({call for _, call in calls}) > 1:
+            self.mismatch = mismatch({f"rank {rank}": call for rank, call in calls})
+        else:
+            try:
+                with torch.no_grad():
+                    results = combine([source for source, _ in pairs])
+                    for (_, target), result in zip(pairs, results, strict=True):
+                        target.copy_(result)
+            except RuntimeError as error:
+                self.failure = error
+        self.tensors.clear()
+        self.over = True
 
 
 class ThreadTransport:
     """The transport of one rank of a `ThreadWorld`."""
 
-    def __init__(self, world: ThreadWorld, rank: int, size: int, line: tuple[int, ...] = ()) -> None:
+    def __init__(self, world: ThreadWorld, rank: int, size: int, sequence: tuple[int, ...] = ()) -> None:
+        self.rank = rank
+        self.size = size
+        self.watch = _ThreadWatch(world, rank)
         self._world = world
-        self._rank = rank
-        self._size = size
-        self._line = line  # transports that are apart count their collectives apart
-        self._parts = 0
+        self._sequence = sequence  # duplicates count their collectives apart
+        self._duplicates = 0
         self._started = 0
-        self._watch = _ThreadWatch(world, rank)
+        self._traits = Traits(single=size == 1, tree_sum=True, all_to_all=True)
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def watch(self) -> Watch:
-        return self._watch
-
-    @property
-    def alone(self) -> bool:
-        return self.size == 1
-
-    @property
-    def inline(self) -> bool:
-        return False
-
-    def averages(self, device: torch.device) -> bool:
-        return False
-
-    def trees(self, device: torch.device) -> bool:
-        return True
-
-    def queues(self, device: torch.device) -> bool:
-        return False
-
-    def exchanges(self, device: torch.device) -> bool:
-        return True
+    def traits(self, device: torch.device) -> Traits:
+        return self._traits
 
     def progress(self) -> None:
         """The last rank to join a collective completes it for all."""
@@ -162,60 +132,39 @@ class ThreadTransport:
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
         check_reducible(flat, op)
-
-        def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
-            parts = [tensors[0] for tensors in all_tensors]
-            result = _reduce(parts, op)
-            for tensors in all_tensors:
-                tensors[0].copy_(result)
-
-        return self._start(describe("all_reduce", flat, op.value), [flat], compute)
+        call = CollectiveCall.of("all_reduce", flat, op.value)
+        return self._start(call, flat, flat, lambda parts: [_reduce(parts, op)] * self.size)
 
     def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
-        check_root(root, self._size)
-
-        def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
-            for rank, tensors in enumerate(all_tensors):
-                if rank != root:
-                    tensors[0].copy_(all_tensors[root][0])
-
-        return self._start(describe("broadcast", flat, f"root={root}"), [flat], compute)
+        check_root(root, self.size)
+        call = CollectiveCall.of("broadcast", flat, f"root={root}")
+        return self._start(call, flat, flat, lambda parts: [parts[root]] * self.size)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
-        check_gather(out, part, self._size)
+        check_gather(out, part, self.size)
+        call = CollectiveCall.of("all_gather", part, "")
+        return self._start(call, part.reshape(-1), out.view(-1), lambda parts: [torch.cat(parts)] * self.size)
 
-        def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
-            result = torch.cat([tensors[1].reshape(-1) for tensors in all_tensors])
-            for tensors in all_tensors:
-                tensors[0].view(-1).copy_(result)
+    def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        check_all_to_all(out, flat, self.size)
+        call = CollectiveCall.of("all_to_all", flat, "")
+        rows = flat.reshape(self.size, flat.numel() // self.size)  # row q goes to rank q
+        return self._start(call, rows, out.view_as(rows), lambda parts: torch.stack(parts, dim=1).unbind())
 
-        return self._start(describe("all_gather", part, ""), [out, part], compute)
-
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
-        check_exchange(out, flat, self._size)
-
-        def compute(all_tensors: list[Sequence[torch.Tensor]]) -> None:
-            parts = torch.stack([tensors[1].reshape(self._size, -1) for tensors in all_tensors], dim=1)
-            for tensors, part in zip(all_tensors, parts, strict=True):
-                tensors[0].view(-1).copy_(part.reshape(-1))
-
-        return self._start(describe("exchange", flat, ""), [out, flat], compute)
-
-    def apart(self, timeout_s: float | None = None) -> "ThreadTransport":
-        self._parts += 1
-        return ThreadTransport(self._world, self._rank, self._size, line=(*self._line, self._parts))
+    def dup(self, timeout_s: float | None = None) -> "ThreadTransport":
+        self._duplicates += 1
+        return ThreadTransport(self._world, self.rank, self.size, sequence=(*self._sequence, self._duplicates))
 
     def close(self) -> None:
         """Take the rank out of the world, unless this is one of several transports that it has there."""
-        if not self._line:
-            self._world.leave(self._rank, "closed its transport")
+        if not self._sequence:
+            self._world.leave(self.rank, "closed its transport")
 
-    def _start(self, call: str, tensors: Sequence[torch.Tensor], compute: _Compute) -> Work:
-        number = (self._line, self._started)
+    def _start(self, call: CollectiveCall, source: torch.Tensor, target: torch.Tensor, combine: _Combine) -> Work:
+        place, text = (self._sequence, self._started), str(call)
         self._started += 1
-        return _ThreadWork(
-            self._world, self._watch, self._rank, call, self._world._join(number, self._rank, call, tensors, compute)
-        )
+        joined = self._world._join(place, self.rank, text, source, target, combine)
+        return _ThreadWork(self._world, self.watch, self.rank, text, joined)
 
 
 class _ThreadWork:
@@ -230,24 +179,26 @@ class _ThreadWork:
         return self._round.over
 
     def wait(self, seconds: float) -> bool:
-        joined, world = self._round, self._world
-        deadline = time.monotonic() + seconds
-        with world._changed:
-            while not joined.over:
-                self._watch.pending = joined
-                for rank, why in world._gone.items():
-                    if rank not in joined.calls:
-                        raise PeerLost(
-                            f"rank {rank} {why}, and rank {self._rank} needs it in {self._call}; see that rank's error",
-                            ranks=[rank],
-                        )
-                if not world._changed.wait(max(0.0, deadline - time.monotonic())) and not joined.over:
-                    return False
+        joined, changed = self._round, self._world._changed
+        with changed:
+            self._watch.pending = joined
+            if not changed.wait_for(self._is_decided, seconds):
+                return False
         if joined.mismatch is not None:
             raise CollectiveMismatch(joined.mismatch, ranks=sorted(joined.calls))
         if joined.failure is not None:
             raise CollectiveError(f"{self._call} failed on every rank: {joined.failure}") from joined.failure
         return True
+
+    def _is_decided(self) -> bool:
+        """Whether it is over. Raises if it never will be."""
+        for rank, why in self._world._gone.items():
+            if not self._round.over and rank not in self._round.calls:
+                raise PeerLost(
+                    f"rank {rank} {why}, and rank {self._rank} needs it in {self._call}; see that rank's error",
+                    ranks=[rank],
+                )
+        return self._round.over
 
 
 class _ThreadWatch:
@@ -256,14 +207,15 @@ class _ThreadWatch:
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world
         self._rank = rank
-        self._reports = Reports(3.0)
+        self._reports = Reports()
         self.pending: _Round | None = None
 
     def look(self, what: str, waited_s: float) -> None:
         waits = self._world._waits
         waits[self._rank] = what
         if self._reports.due(waited_s):
-            absent = [f"rank {peer}, which waits in {waits.get(peer, 'nothing')}" for peer in self.absent()]
+            doing = {peer: f"waits in {other}" for peer, other in list(waits.items())}
+            absent = [f"rank {peer}, which {doing.get(peer, 'is in no collective')}" for peer in self.absent()]
             logger.warning("rank %d has waited %.1f s in %s for %s", self._rank, waited_s, what, "; ".join(absent))
 
     def explain(self, what: str, waited_s: float, error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""The work objects of torch.distributed as ours: waited for in slices, or on a stream, or on a device copy."""
+"""The work objects of torch.distributed as ours, waited for in slices or on a stream, and what they hold meanwhile."""
 
 import ctypes
 import threading
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.collectives.api import Work
-from paceline.collectives.event_work import EventWork
+from paceline.collectives.wait import FutureWork
+
+MOST_BYTES = 1 << 24  # of spare memory, kept at most, of one type
 
 
 class Pin:
@@ -44,11 +45,15 @@ class Pin:
 class SlicedWork:
     """A collective that host threads carry out, as gloo's do: it can be waited for in slices."""
 
-    def __init__(self, raw: Any, tensor: torch.Tensor, divide_by: int, pin: Pin) -> None:
+    def __init__(
+        self, raw: Any, tensor: torch.Tensor, divide_by: int, pin: Pin, lent: "tuple[SpareMemory, torch.Tensor] | None"
+    ) -> None:
+        """`lent`: memory that it reads from until it is complete."""
         self._raw = raw
         self._tensor = tensor
         self._divide_by = divide_by
         self._pin: Pin | None = pin
+        self._lent = lent
         self._complete = False
         pin.hold()
 
@@ -58,35 +63,37 @@ class SlicedWork:
     def wait(self, seconds: float) -> bool:
         if self._complete:
             return True
-        failure: Exception | None = None
-        try:
-            waited = self._wait_raw(seconds)
-        except (RuntimeError, TimeoutError) as error:
-            waited, failure = False, error
-        if failure is not None and not self._raw_done():
-            try:
-                if isinstance(failure, TimeoutError) or "timed out" in str(failure).lower():
-                    return False
-                raise failure
-            finally:
-                failure = None  # its traceback holds this frame: the two would keep the tensor in memory
-        failed, failure = failure is not None, None
-        if not failed and waited is False and not self._raw_done():
+        if not self._wait_raw(seconds):
             return False
         self._unpin()
-        if failed:
-            self._raw.wait()  # it failed, or completed just after the slice: this returns at once and tells which
         if self._divide_by > 1:
             with torch.no_grad():
                 self._tensor.div_(self._divide_by)
+        if self._lent is not None:
+            spare, memory = self._lent
+            spare.give_back(memory)
+            self._lent = None
         self._complete = True
         return True
 
-    def _wait_raw(self, seconds: float) -> object:
+    def _wait_raw(self, seconds: float) -> bool:
+        """Wait for one slice. Returns whether it is complete; raises if it failed."""
         try:
-            return self._raw.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes 0 ms for "no limit"
+            waited = self._raw.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes 0 ms for "no limit"
+            return waited is not False or self._raw_done()
         except TypeError:  # a Work written in Python need not take a timeout
-            return self._raw.wait()
+            return self._raw.wait() is not False or self._raw_done()
+        except (RuntimeError, TimeoutError) as error:
+            if "not implemented" in str(error):  # one that was made from a future takes none either
+                return FutureWork(self._raw.get_future()).wait(seconds)
+            if not self._raw_done():
+                if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
+                    return False  # the slice is over, nothing else
+                raise
+        # It failed, or completed just after the slice: another wait returns at once and tells which.
+        self._unpin()
+        self._raw.wait()
+        return True
 
     def _raw_done(self) -> bool:
         try:
@@ -105,7 +112,7 @@ class SlicedWork:
         if self._raw_done():
             self._unpin()
         else:
-            # Abandoned: gloo's thread must not be the one that frees these, see `collectives.ending`.
+            # Abandoned: gloo's thread must not be the one that frees these, see `collectives.store_call`.
             for held in (self._raw, self._tensor):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
@@ -133,36 +140,27 @@ class StreamWork:
         return True
 
 
-class StagedWork:
-    """A collective on a device copy of a host tensor: complete when the result is back in the host tensor."""
+class SpareMemory:
+    """Flat memory on the host that is used again: the first touch of new memory is slow, and the C library may not
+    return it to the system.
 
-    def __init__(self, work: Work, staged: torch.Tensor, home: torch.Tensor) -> None:
-        self._work = work
-        self._staged = staged
-        self._home = home
-        self._landing: tuple[torch.Tensor, EventWork] | None = None
-        self._complete = False
+    Whoever takes some has it to itself until it is given back. A collective that nobody waited for never gives back
+    what it may still write to.
+    """
 
-    def done(self) -> bool:
-        return self._complete or self._work.done()
+    def __init__(self) -> None:
+        self._free: dict[torch.dtype, list[torch.Tensor]] = {}
 
-    def wait(self, seconds: float) -> bool:
-        """A plain copy to the host would wait for the device, and so for all ranks, deaf to everything else."""
-        if self._complete:
-            return True
-        if self._landing is None:
-            if not self._work.wait(seconds):
-                return False
-            host = torch.empty(self._staged.shape, dtype=self._staged.dtype, device="cpu", pin_memory=True)
-            host.copy_(self._staged, non_blocking=True)
-            self._landing = host, EventWork(torch.cuda.current_stream(self._staged.device).record_event())
-        host, landed = self._landing
-        if landed.wait(seconds):
-            self._home.copy_(host.view_as(self._home))
-            self._landing = None
-            self._complete = True
-        return self._complete
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for at least `count` numbers, with anything in it."""
+        free = self._free.setdefault(dtype, [])
+        found = free.pop() if free else None
+        return found if found is not None and found.numel() >= count else torch.empty(count, dtype=dtype, device="cpu")
 
+    def give_back(self, memory: torch.Tensor) -> None:
+        free = self._free.setdefault(memory.dtype, [])
+        if memory.nbytes + sum(other.nbytes for other in free) <= MOST_BYTES:
+            free.append(memory)
 
-def current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+    def __reduce__(self) -> tuple[type["SpareMemory"], tuple[()]]:
+        return type(self), ()

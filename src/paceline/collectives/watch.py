@@ -1,4 +1,4 @@
-"""Who is alive and who waits for whom, learnt through the group's store while a rank waits.
+"""Who is alive and who waits for whom, learned through the group's store while a rank waits.
 
 A wait that ends within half a second costs nothing. After that the rank posts what it waits in, reads what the others
 have posted, and looks whether the processes of its own host still live. What it learns is reported by name, or raised.
@@ -7,16 +7,14 @@ have posted, and looks whether the processes of its own host still live. What it
 import logging
 import os
 import time
-from collections.abc import Mapping
-from functools import cached_property
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.collectives.call_log import CallLog
-from paceline.collectives.call_site import call_site, told
-from paceline.collectives.deadlock import Doubt
-from paceline.collectives.ending import settled_at_exit
-from paceline.collectives.peers import Board, Identity, OwnState, Record, StoreCall, Wait, own_state
+from paceline.collectives.call_site import call_site, describe_site
+from paceline.collectives.deadlock import DeadlockDetector
+from paceline.collectives.peers import OwnState, PeerBoard, PeerRecord, Wait
+from paceline.collectives.store_call import StoreCall, calls_settled_at_exit
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent, PeerLost
 
 logger = logging.getLogger("paceline")
@@ -44,10 +42,8 @@ _ABSENT = ("timed out", "timeout")
 class Reports:
     """When a long wait is worth a line: after 3, 10, 30, 100, … seconds."""
 
-    def __init__(self, first_s: float) -> None:
-        self._first_s = first_s
-        self._next_s = first_s
-        self._tens = False
+    def __init__(self) -> None:
+        self._next_s, self._tens = 3.0, False
 
     def due(self, waited_s: float) -> bool:
         if waited_s < self._next_s:
@@ -58,13 +54,13 @@ class Reports:
         return True
 
     def restart(self) -> None:
-        self._next_s, self._tens = self._first_s, False
+        self._next_s, self._tens = 3.0, False
 
 
 class StoreWatch:
     """The watch of one rank of a group that has a torch store.
 
-    `line` names the sequence of collectives that `calls` counts; it must be the same on all ranks. `store=None`
+    `sequence` names the sequence of collectives that `calls` counts; it must be the same on all ranks. `store=None`
     watches without knowing anybody: waits are reported without names. `store_host` is the rank whose process answers
     for the store, if that is a rank. `settle_s` is how long all ranks must have waited for different things before
     that counts as a deadlock when it cannot be proven from what they have issued: see `collectives.deadlock`.
@@ -76,39 +72,31 @@ class StoreWatch:
         rank: int,
         size: int,
         *,
-        line: str = "",
-        report_after_s: float = 3.0,
+        sequence: str = "",
         settle_s: float = 60.0,
         store_host: int | None = None,
-        announce: bool = True,
     ) -> None:
         self._rank = rank
-        self._size = size
-        self._line = line
+        self._sequence = sequence
         self._store_host = store_host
         self.brief = False  # whether a timeout of its own ends each wait soon
         self._what: str | None = None
         self._pid = os.getpid()
-        self._store = store
-        self._records: dict[int, Record] = {}
-        self._asked: StoreCall[dict[int, Record]] | None = None
+        self._size = size
+        self._others = [peer for peer in range(size) if peer != rank]
+        self._board = None if store is None else PeerBoard(store, rank, size)
+        self._own = OwnState() if self._board is None else self._board.own
+        # Where collectives that this rank starts are noted. A deadlock can then be proven from what ranks issued.
+        self.calls = self._own.calls(sequence)
+        self._records: dict[int, PeerRecord] = {}
+        self._asked: StoreCall[dict[int, PeerRecord]] | None = None
         self._asked_at = 0.0
         self._look_at = 0.0
-        self._reports = Reports(report_after_s)
-        self._doubt = Doubt(size, settle_s)
-        settled_at_exit()
-        if announce:
-            self.announce()
-
-    def announce(self) -> None:
-        """Post who this rank is, so that others can tell when it dies."""
-        if self._board is not None:
-            self._board.post()
-
-    @cached_property
-    def calls(self) -> CallLog:
-        """Where collectives that this rank starts are noted. A deadlock can then be proven from what ranks issued."""
-        return CallLog(set()) if self._store is None else self._own.calls(self._line)
+        self._reports = Reports()
+        self._deadlock = DeadlockDetector(size, settle_s)
+        calls_settled_at_exit()
+        if self._own.posted is None:
+            self._post_soon()  # who this rank is, so that others can tell when it dies
 
     def look(self, what: str, waited_s: float) -> None:
         """Report absent peers, raise for dead ones and for deadlocks. See `Watch.look`."""
@@ -118,12 +106,13 @@ class StoreWatch:
             return
         # Each look reads every record, so many ranks look less often: the store serves them all.
         self._look_at = now + LOOK_EVERY_S * max(1.0, self._size / 50)
-        self._post_wait(what, waited_s)
-        if (lost := self._ask(patience_s=0.05)) is not None:
+        self._note_wait(what, waited_s)
+        if (why := self._ask(patience_s=0.05)) is not None:
             logger.warning(
-                "rank %d lost the group's store and can no longer say who waits for whom: %s", self._rank, lost
+                "rank %d lost the group's store and can no longer tell which rank waits for which: %s", self._rank, why
             )
-        self._raise_if_lost(what, waited_s)
+        if lost := self._first_to_fail():
+            raise self._peer_lost(what, waited_s, lost)
         self._raise_if_deadlocked()
         if self._reports.due(waited_s):
             about = f"rank {self._rank} has waited {waited_s:.1f} s in {what} for {self._missing(what)}"
@@ -143,14 +132,14 @@ class StoreWatch:
             if lost:
                 return self._peer_lost(what, waited_s, lost, f" ({_one_line(text)})")
             return PeerLost(
-                f"a connection broke while rank {self._rank} waited {waited_s:.1f} s in {what}, and which rank died "
-                f"cannot be told: {_one_line(text)}; see the logs of all ranks"
+                f"a connection broke while rank {self._rank} waited {waited_s:.1f} s in {what}, and it is not known "
+                f"which rank died: {_one_line(text)}; see the logs of all ranks"
             )
         if any(sign in text.lower() for sign in _ABSENT):
             absent = self.absent()
             return PeerAbsent(
                 f"rank {self._rank} waited {waited_s:.1f} s in {what} for {self._missing(what)} until the transport "
-                f"itself gave up: {_one_line(text)}; see what that rank does, or give the group a longer timeout",
+                f"timed out: {_one_line(text)}; check what that rank is doing, or give the group a longer timeout",
                 ranks=absent,
             )
         return CollectiveError(f"{what} failed on rank {self._rank} after {waited_s:.1f} s: {_one_line(text)}")
@@ -159,11 +148,10 @@ class StoreWatch:
         """The wait is over: take back what was posted about it, if anything was."""
         self._what = None
         self._reports.restart()
-        self._doubt.forget()
+        self._deadlock.forget()
         self._look_at = 0.0
-        board = self._board
-        if board is not None and os.getpid() == self._pid and board.own.left():
-            StoreCall[None](lambda _: board.post()).stop()
+        if os.getpid() == self._pid and self._own.left():
+            self._post_soon()
 
     def absent(self) -> list[int]:
         """The ranks not known to wait for the same thing as this one."""
@@ -174,34 +162,19 @@ class StoreWatch:
             return [self._store_host]
         return self._not_in(self._what)
 
-    # Made when first needed: a checked collective makes a watch for every call, and seldom uses it.
-    @cached_property
-    def _me(self) -> Identity:
-        return Identity.own()
-
-    @cached_property
-    def _own_board(self) -> Board:
-        assert self._store is not None
-        return Board(self._store, self._rank, self._size)
-
-    @cached_property
-    def _own(self) -> OwnState:
-        assert self._store is not None
-        return own_state(self._store, self._rank)
-
-    @property
-    def _board(self) -> Board | None:
-        return self._own_board if self._store is not None else None
-
     def _at(self) -> str:
         """The line of the script that waits, as text. Waits that come so far last long enough to afford it."""
-        return told(call_site())
+        return describe_site(call_site())
 
     # What is known -------------------------------------------------------------------------------------------------
 
-    def _post_wait(self, what: str, waited_s: float) -> None:
+    def _note_wait(self, what: str, waited_s: float) -> None:
+        self._own.waits(Wait(what, time.time() - waited_s, self._sequence, self._at(), self.brief))
+
+    def _post_soon(self, **fields: Any) -> None:
+        self._own.say(**fields)
         if self._board is not None:
-            self._board.own.waits(Wait(what, time.time() - waited_s, self._line, self._at(), self.brief))
+            self._board.post_soon()
 
     def _ask(self, patience_s: float) -> str | None:
         """Bring the records up to date if the store answers soon; otherwise take the answer at a later look.
@@ -225,13 +198,13 @@ class StoreWatch:
         return None
 
     def _store_failed(self, error: str) -> str:
-        self._store, self._asked = None, None
+        self._board, self._asked = None, None
         host = self._store_host
         known = self._records.get(host) if host is not None else None
         if host is not None and host != self._rank and (known is None or not self._is_local(known) or _dies(known)):
             raise PeerLost(
                 f"rank {host}{_brackets(known)}, which hosts the group's store, does not answer rank {self._rank}: "
-                f"{error}; see that rank's own log for the cause",
+                f"{error}; see the log of that rank for the cause",
                 ranks=[host],
             )
         return error
@@ -239,100 +212,77 @@ class StoreWatch:
     def _store_is_silent(self) -> bool:
         return self._asked is not None and time.monotonic() - self._asked_at > 0.4
 
-    def _is_local(self, record: Record) -> bool:
-        return record.identity.host == self._me.host
+    def _is_local(self, record: PeerRecord) -> bool:
+        return record.identity.host == self._own.identity.host
 
-    def _dead(self) -> list[int]:
-        return [peer for peer, record in self._records.items() if self._has_left(record) or self._is_dead(record)]
-
-    def _is_dead(self, record: Record) -> bool:
+    def _is_dead(self, record: PeerRecord) -> bool:
         return self._is_local(record) and record.identity.state() == "dead"
 
-    def _has_left(self, record: Record) -> bool:
+    def _has_left(self, record: PeerRecord) -> bool:
         """Whether a rank left the group before it came to what this one waits for."""
-        board = self._board
-        wait = None if board is None else board.own.waiting
-        if not record.ended or board is None or wait is None:
-            return False
-        return record.issued(wait.line) < board.own.record().issued(wait.line)
+        wait = self._own.waiting
+        return record.ended and wait is not None and record.issued(wait.sequence) < self._own.calls(wait.sequence).count
 
     def _not_in(self, what: str | None) -> list[int]:
-        others = [peer for peer in range(self._size) if peer != self._rank]
-        return [peer for peer in others if what not in _whats(self._records.get(peer))]
+        return [peer for peer in self._others if what not in _whats(self._records.get(peer))]
 
     # What follows from it ------------------------------------------------------------------------------------------
 
-    def _raise_if_lost(self, what: str, waited_s: float) -> None:
-        dead = self._dead()
+    def _first_to_fail(self) -> list[int]:
+        """The dead that blamed nobody before they died; else whoever is blamed by others."""
+        dead = [peer for peer, record in self._records.items() if self._has_left(record) or self._is_dead(record)]
         if dead:
             self._ask(patience_s=0.2)  # what the dead have posted is final now
-        blamed = _first_to_fail(dead, self._records, self._rank)
-        if blamed:
-            raise self._peer_lost(what, waited_s, blamed, "")
+        first = [peer for peer in dead if not self._records[peer].blames]
+        blamed = {peer for record in self._records.values() for peer in record.blames if peer != self._rank}
+        return first or sorted(blamed) or dead
 
     def _find_lost(self, what: str, waited_s: float) -> list[int]:
         """Who broke the connection: dead on this host, or blamed by another, or silent when asked."""
-        board = self._board
-        if board is not None:
-            self._post_wait(what, waited_s)
-            board.own.say(answers=True)
+        self._note_wait(what, waited_s)
+        self._own.say(answers=True)
         deadline = time.monotonic() + ANSWER_WITHIN_S
-        while self._board is not None and time.monotonic() < deadline:  # without a store, nothing more is learnt
+        while self._board is not None and time.monotonic() < deadline:  # without a store, nothing more is learned
             self._ask(patience_s=0.1)
-            dead = self._dead()
-            if dead:
-                self._ask(patience_s=0.2)
-            blamed = _first_to_fail(dead, self._records, self._rank)
-            if blamed:
-                return blamed
+            if lost := self._first_to_fail():
+                return lost
             time.sleep(0.02)
         if self._board is None:
             return []
-        others = [peer for peer in range(self._size) if peer != self._rank]
         known = self._records
-        return [r for r in others if r not in known or not (known[r].answers or self._is_local(known[r]))]
+        return [r for r in self._others if r not in known or not (known[r].answers or self._is_local(known[r]))]
 
-    def _peer_lost(self, what: str, waited_s: float, lost: list[int], reason: str) -> PeerLost:
-        board = self._board
-        if board is not None:
-            # A survivor that goes down because of this must not be taken for the cause.
-            board.own.say(answers=True, blames=lost)
-            StoreCall[None](lambda _: board.post()).stop()
+    def _peer_lost(self, what: str, waited_s: float, lost: list[int], reason: str = "") -> PeerLost:
+        # A survivor that goes down because of this must not be taken for the cause.
+        self._post_soon(answers=True, blames=lost)
         names = " and ".join(f"rank {peer}{_brackets(self._records.get(peer))}" for peer in lost)
-        how = "left the group" if all(self._records[peer].ended for peer in lost) else "died"
+        known = [self._records.get(peer) for peer in lost]  # one that was never heard of may be blamed, or missing
+        how = "left the group" if all(record is not None and record.ended for record in known) else "died"
         return PeerLost(
             f"{names} {how} while rank {self._rank} waited {waited_s:.1f} s in {what}{self._at()}{reason}; see the log "
-            f"of that rank for the cause, then start it again or form a group without it. If it ended by itself, the "
-            f"ranks had different numbers of batches: see join()",
+            f"of that rank for the cause, then start it again or form a group without it. If it exited normally, "
+            f"the ranks probably had different numbers of batches: see join()",
             ranks=lost,
         )
 
     def _raise_if_deadlocked(self) -> None:
-        board = self._board
-        mine = None if board is None else board.own.waiting
-        if board is None or mine is None:
-            return
-        if (verdict := self._verdict()) is not None:
-            self._raise_verdict(*verdict)
-        records = {**self._records, self._rank: board.own.record()}
-        found = self._doubt.look(records)
-        if found is not None:
-            self._raise_verdict(found, [[wait.since for wait in records[peer].waits] for peer in range(self._size)])
+        verdict = self._verdict()
+        if verdict is None:
+            records = {**self._records, self._rank: self._own.record()}
+            found = self._deadlock.check(records)
+            if found is None:
+                return
+            verdict = found, [[wait.since for wait in records[peer].waits] for peer in range(self._size)]
+        self._post_soon(verdict=verdict)
+        raise CollectiveMismatch(verdict[0], ranks=range(self._size))
 
     def _verdict(self) -> tuple[str, list[list[float]]] | None:
         """A deadlock that another rank has seen and that this wait is part of."""
-        mine = None if self._board is None else self._board.own.waiting
+        mine = self._own.waiting
         verdicts = [record.verdict for record in self._records.values() if record.verdict is not None]
         return next((one for one in verdicts if mine is not None and mine.since in one[1][self._rank]), None)
 
-    def _raise_verdict(self, text: str, since: list[list[float]]) -> None:
-        board = self._board
-        assert board is not None
-        board.own.say(verdict=(text, since))
-        StoreCall[None](lambda _: board.post()).stop()
-        raise CollectiveMismatch(text, ranks=range(self._size))
-
-    # Words ---------------------------------------------------------------------------------------------------------
+    # Text ---------------------------------------------------------------------------------------------------------
 
     def _missing(self, what: str) -> str:
         """Who is not there, and what each of them does instead."""
@@ -345,7 +295,7 @@ class StoreWatch:
             return f"rank {host}{self._state(host)}, which hosts the group's store and does not answer"
         absent = self._not_in(what)
         if not absent:
-            return "no one: all ranks wait in it, so the bytes are slow or stuck on their way"
+            return "no rank: all ranks have entered it; the transfer itself is stalled"
         named = [f"rank {peer}, {self._instead(peer)}" for peer in absent[:NAMED_AT_MOST]]
         if len(absent) > NAMED_AT_MOST:
             named.append(f"{len(absent) - NAMED_AT_MOST} more")
@@ -372,15 +322,15 @@ class StoreWatch:
         return f" ({record.identity}{more})"
 
 
-def _whats(record: Record | None) -> list[str]:
+def _whats(record: PeerRecord | None) -> list[str]:
     return [wait.what for wait in record.waits] if record is not None else []
 
 
-def _brackets(record: Record | None) -> str:
+def _brackets(record: PeerRecord | None) -> str:
     return f" ({record.identity})" if record is not None else ""
 
 
-def _dies(record: Record) -> bool:
+def _dies(record: PeerRecord) -> bool:
     """Whether a process of this host is dead, or dies in the next second: its sockets close first."""
     deadline = time.monotonic() + ANSWER_WITHIN_S
     while record.identity.state() != "dead":
@@ -388,13 +338,6 @@ def _dies(record: Record) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def _first_to_fail(dead: list[int], records: Mapping[int, Record], rank: int) -> list[int]:
-    """The dead that blamed nobody before they died; else whoever is blamed by others."""
-    first = [peer for peer in dead if not records[peer].blames]
-    blamed = {peer for record in records.values() for peer in record.blames if peer != rank}
-    return first or sorted(blamed) or dead
 
 
 def _one_line(text: str) -> str:

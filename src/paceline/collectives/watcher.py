@@ -14,8 +14,8 @@ import weakref
 from collections import deque
 from typing import Protocol
 
-from paceline.collectives.api import Work
 from paceline.collectives.group import Group
+from paceline.collectives.protocols import Work
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import PacelineError
 
@@ -52,18 +52,18 @@ class Watcher:
         self.error: PacelineError | None = None  # what the thread has found; raised by the next call of the replica
 
     def watch(self, flight: Unanswered) -> None:
-        """Look after `flight` until it is answered."""
+        """Watch `flight` until it is answered."""
         self._flights.append(flight)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="paceline-watcher", daemon=True)
             self._thread.start()
 
     def forget(self) -> None:
-        """Look after nothing that was sent so far: while a CUDA graph is captured no event may be asked."""
+        """Stop watching what was sent so far: no event may be queried while a CUDA graph is captured."""
         self._flights.clear()
 
     def close(self) -> None:
-        """Look no more; the thread ends soon."""
+        """Stop watching; the thread ends soon."""
         self._closed = True
 
     def _run(self) -> None:

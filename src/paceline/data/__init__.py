@@ -1,9 +1,16 @@
 """Dealing samples to ranks."""
 
-from paceline.data.ledger import Entry, Ledger, LedgerBroken, Reading, Session, read_ledger
+from paceline.data.cursor import Cursor, order
 from paceline.data.loader import Loader
-from paceline.data.mistakes import DataDiffers, check_first_batch
-from paceline.data.order import Cursor, deal, order
+from paceline.data.rank_checks import DataDiffers, check_first_batch
+from paceline.data.sample_log import (
+    SampleLog,
+    SampleLogDamaged,
+    SampleLogEntry,
+    SampleLogReport,
+    SampleLogSession,
+    read_sample_log,
+)
 from paceline.data.sampler import DistributedSampler
 from paceline.data.stream import shard
 from paceline.data.workers import WorkerDied
@@ -12,16 +19,15 @@ __all__ = [
     "Cursor",
     "DataDiffers",
     "DistributedSampler",
-    "Entry",
-    "Ledger",
-    "LedgerBroken",
     "Loader",
-    "Reading",
-    "Session",
+    "SampleLog",
+    "SampleLogDamaged",
+    "SampleLogEntry",
+    "SampleLogReport",
+    "SampleLogSession",
     "WorkerDied",
     "check_first_batch",
-    "deal",
     "order",
-    "read_ledger",
+    "read_sample_log",
     "shard",
 ]

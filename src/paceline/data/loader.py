@@ -2,47 +2,37 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset
 
-from paceline.data.ledger import Entry, Ledger
-from paceline.data.mistakes import Setting, agree, check_first_batch, ranks_can_compare
-from paceline.data.order import Cursor
-from paceline.data.place import check_whole, place
-from paceline.data.position import VERSION, read_position
-from paceline.data.sources import Indexed, Streamed, Terms
-from paceline.data.workers import Feed
+from paceline.data.batch_source import DealSettings
+from paceline.data.cursor import VERSION, Cursor, check_integer
+from paceline.data.indexed import IndexedSource
+from paceline.data.rank_checks import (
+    check_first_batch,
+    check_settings,
+    rank_and_size,
+    ranks_can_compare,
+)
+from paceline.data.sample_log import SampleLog, SampleLogEntry
+from paceline.data.stream import StreamSource
+from paceline.data.workers import WorkerGuard
 from paceline.errors import IllegalMove, UsageError
 from paceline.randomness import mixed
 
 Batch = TypeVar("Batch")
 
 
-class _Steps(Protocol):
-    """An optimizer, as far as `commit_on` needs one."""
-
-    def register_step_post_hook(self, hook: Callable[..., None]) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """What the loop was given in one batch."""
-
-    epoch: int
-    start: int
-    stop: int
-    ids: list[int]
-
-
 class Loader(Generic[Batch]):
     """Deals a dataset to ranks, through torch's DataLoader, so that no sample is lost or repeated.
 
         loader = paceline.Loader(dataset, batch_size=32)
-        for batch in loader:                    # one epoch, or what is left of it; the next one goes on with the next
+        for batch in loader:                    # one epoch, or what is left of it; the next loop is the next epoch
             ...
             optimizer.step()
             loader.commit()
@@ -54,30 +44,32 @@ class Loader(Generic[Batch]):
     in the middle of an epoch.
 
     With `lanes=L` a global batch is `batch_size` × L samples in a world of any size up to L, and slice l of it is the
-    micro of lane l. Iterating yields, per step, the list of the micros of this rank's lanes, each collated by itself,
-    for `model.lanes(micros, step)`. Lanes count equally, so a last batch that is not whole is always left out.
+    microbatch of lane l. Each step yields the list of the microbatches of this rank's lanes, each collated by itself,
+    for `model.lanes(microbatches, step)`. Lanes count equally, so a last batch that is not full is always left out.
 
     A batch counts as committed from the moment the loop has it, unless the loop calls `commit()`: then all that was
     handed out before the last such call counts, and nothing else. Batches that were merely prefetched never count. So
     a loop that saves after `optimizer.step()` needs nothing; one that accumulates over several batches, or may save
-    between a batch and its step, calls `commit()` after the step, or `commit_on(optimizer)` once (and gives
+    between a batch and its step, calls `commit()` after the step, or `commit_on(optimizer)` once (and passes
     `manual_commit=True` if it may save before the first step).
 
-    `drop_last=True` leaves out the samples at the end of an epoch that make no whole global batch. Without it the last
+    `drop_last=True` leaves out the samples at the end of an epoch that do not fill a global batch. Without it the last
     batch is smaller, and some ranks get none of it if it has fewer samples than there are ranks.
 
     Random numbers that `dataset[i]` draws follow from (seed, epoch, i) alone, so augmentation is the same in every
-    world and after every resume (not in streams, nor in datasets that fetch by `__getitems__`; `reseed=False` leaves
-    the generators alone, and saves about 30 µs per sample). Workers that die are replaced, up to `respawns` times per
-    epoch, at the same place; with a `timeout` so are workers that do not answer.
+    world and after every resume (not in streams, nor in datasets that fetch by `__getitems__`). `reseed=False` leaves
+    the generators alone, and saves about 30 µs per sample.
+
+    A worker that dies raises WorkerDied where the next batch is requested, and so do workers that deliver no batch in
+    `timeout` seconds. Iterating again continues at the same place with new workers.
 
     An IterableDataset is sharded: element i goes to rank i mod `world_size`, or lane i mod L. It comes in its own
-    order, every rank and worker reads all of it, and going on in the middle reads and drops what lies before, unless
+    order, every rank and worker reads all of it, and resuming in the middle reads and drops what lies before, unless
     the dataset has `iter_from(element)`. Its `set_epoch(epoch)` is called if there is one.
 
-    `ledger` is a folder, or a Ledger, that gets the sample indices of every step. `rank` and `world_size` come from the
-    process group, or else from the launcher's environment. With a process group of that size the ranks compare their
-    settings when the first batch is loaded, and its content; so all ranks must iterate (`check=False` skips it).
+    `sample_log` is a folder, or a SampleLog, that records the sample indices of every step. `rank` and `world_size`
+    come from the process group, or else from the launcher's environment. With a process group of that size the ranks
+    compare their settings, and the content of the first batch, so all ranks must iterate (`check=False` skips it).
     """
 
     def __init__(
@@ -98,16 +90,15 @@ class Loader(Generic[Batch]):
         timeout: float = 0,
         rank: int | None = None,
         world_size: int | None = None,
-        ledger: Ledger | str | Path | None = None,
+        sample_log: SampleLog | str | Path | None = None,
         manual_commit: bool = False,
         reseed: bool = True,
-        respawns: int = 3,
         check: bool = True,
         lanes: int | None = None,
     ) -> None:
-        for name, number, lowest in (("batch_size", batch_size, 1), ("seed", seed, None), ("respawns", respawns, 0)):
-            check_whole(name, number, lowest)
-        rank, size = place(rank, world_size, "world_size")
+        check_integer("batch_size", batch_size, 1)
+        check_integer("seed", seed)
+        rank, size = rank_and_size(rank, world_size, "world_size")
         _check_lanes(lanes, size, drop_last)
         options = {
             "num_workers": num_workers,
@@ -119,24 +110,24 @@ class Loader(Generic[Batch]):
             "multiprocessing_context": multiprocessing_context,
         }
         self.dataset = dataset
-        self._terms = Terms(batch_size, rank, size, shuffle, drop_last, reseed, options, lanes)
-        self._source = _source(dataset, self._terms)
-        self._feed = Feed(rank=rank, respawns=respawns, timeout=timeout)
-        self._ledger = ledger if isinstance(ledger, Ledger | None) else Ledger(ledger)
+        self._settings = DealSettings(batch_size, rank, size, shuffle, drop_last, reseed, options, lanes)
+        self._source = _source(dataset, self._settings)
+        self._workers = WorkerGuard(rank=rank, timeout=timeout)
+        self._sample_log = sample_log if isinstance(sample_log, SampleLog | None) else SampleLog(sample_log)
         self._manual = manual_commit
         self._check = check
         self._step = 0
         self._reached = self._committed = Cursor(operator.index(seed))
-        self._uncommitted: list[_Taken] = []
+        self._uncommitted: list[SampleLogEntry] = []  # one for each batch that was handed out, without a step
         self._iteration = 0  # the number of the one that is running
         self._agreed = False  # ranks have compared where they stand
-        self._resumed = True  # the ledger's next session undoes what lies past it
+        self._resumed = True  # the next session of the sample log undoes what lies past it
         self._first_batch_seen = False
 
     @property
     def batch_size(self) -> int:
         """How many samples each rank, or lane, gets at a time."""
-        return self._terms.batch_size
+        return self._settings.batch_size
 
     @property
     def cursor(self) -> Cursor:
@@ -151,11 +142,11 @@ class Loader(Generic[Batch]):
     @property
     def left(self) -> int:
         """How many batches of the current epoch this rank has yet to get."""
-        return self._terms.batches(max(0, self._length() - self._reached.committed))
+        return self._settings.batches(max(0, self._length() - self._reached.committed))
 
     def __len__(self) -> int:
         """How many batches this rank gets in a whole epoch."""
-        return self._terms.batches(self._length())
+        return self._settings.batches(self._length())
 
     def _length(self) -> int:
         if self._source.length is not None:
@@ -170,10 +161,11 @@ class Loader(Generic[Batch]):
         mine = self._iteration
         self._agree()
         begun = self._reached
-        for window in self._source.windows(begun, self._feed):
+        for window in self._source.windows(begun, self._workers):
             self._look_at_first(window.batch)
             self._reached = Cursor(begun.seed, begun.epoch, window.stop)
-            self._uncommitted.append(_Taken(begun.epoch, window.start, window.stop, window.ids))
+            taken = SampleLogEntry(0, self._settings.rank, begun.epoch, window.start, window.stop, tuple(window.ids))
+            self._uncommitted.append(taken)
             if not self._manual:
                 self._settle(None)
             yield window.batch
@@ -198,26 +190,26 @@ class Loader(Generic[Batch]):
                 raise UsageError(f"epoch {begun.epoch} had no batch for this rank; expected at least one per epoch")
 
     def commit(self, step: int | None = None) -> None:
-        """Count all batches that were handed out until now as trained on. `step` is the number for the ledger."""
+        """Count all batches that were handed out until now as trained on. `step` is its number in the sample log."""
         self._manual = True
         self._settle(step)
 
-    def commit_on(self, optimizer: _Steps) -> Any:
+    def commit_on(self, optimizer: Optimizer) -> Any:
         """Call `commit` after every step of `optimizer`. Returns the handle whose `remove()` ends that."""
         self._manual = True
         return optimizer.register_step_post_hook(lambda *_: self.commit())
 
     def close(self) -> None:
-        """End persistent workers and close the ledger's file. Iterating again starts new ones."""
+        """End persistent workers and close the sample log. Iterating again starts new ones."""
         self._iteration += 1
-        self._feed.close()
-        if self._ledger is not None:
-            self._ledger.close()
+        self._workers.close()
+        if self._sample_log is not None:
+            self._sample_log.close()
             self._agreed = False
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`, unless the loop is in it already. The loader counts epochs without this."""
-        check_whole("epoch", epoch, 0)
+        check_integer("epoch", epoch, 0)
         if epoch != self._reached.epoch:
             self._move(Cursor(self._reached.seed, operator.index(epoch)), resumed=False)
 
@@ -231,7 +223,7 @@ class Loader(Generic[Batch]):
             "committed": cursor.committed,
             "step": self._step,
             "length": self._source.length,
-            "shuffle": self._terms.shuffle,
+            "shuffle": self._settings.shuffle,
             # Drawing an order costs time, and at its beginning any order will do.
             "order": self._source.fingerprint(cursor) if cursor.committed else "",
             "manual_commit": self._manual,
@@ -239,7 +231,7 @@ class Loader(Generic[Batch]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. The order of its epoch is kept, so the seed is the saved one from here on."""
-        cursor = read_position(state, self._source, self._terms.shuffle)
+        cursor = self._source.read_position(state)
         self._move(cursor, resumed=True)
         self._step = operator.index(state["step"])
         self._manual = self._manual or state["manual_commit"]
@@ -253,39 +245,47 @@ class Loader(Generic[Batch]):
     def _settle(self, step: int | None) -> None:
         if self._uncommitted or step is not None:
             self._step = self._step + 1 if step is None else step
-        if self._ledger is not None:
-            for epoch, group in groupby(self._uncommitted, key=lambda taken: taken.epoch):
+        if self._sample_log is not None:
+            for _, group in groupby(self._uncommitted, key=lambda taken: taken.epoch):
                 part = list(group)
                 ids = tuple(index for taken in part for index in taken.ids)
-                self._ledger.record(Entry(self._step, self._terms.rank, epoch, part[0].start, part[-1].stop, ids))
+                self._sample_log.record(replace(part[0], step=self._step, stop=part[-1].stop, ids=ids))
         self._uncommitted.clear()
         self._committed = self._reached
 
     def _agree(self) -> None:
         if self._agreed:
             return
-        terms, at = self._terms, self._reached
+        settings, at = self._settings, self._reached
         session = None
-        if self._check and ranks_can_compare(terms.size):
-            length = -1 if self._source.length is None else self._source.length
-            where = (mixed(at.seed), at.epoch, at.committed)
-            setting = Setting(length, terms.batch_size, *where, terms.shuffle, terms.drop_last, lanes=terms.lanes or 0)
-            session = 1 + agree(setting, terms.rank, -1 if self._ledger is None else self._ledger.newest())
-        if self._ledger is not None:
-            self._ledger.begin(at, terms.rank, terms.size, session=session, resumed=self._resumed)
+        if self._check and ranks_can_compare(settings.size):
+            shared = {
+                "length": -1 if self._source.length is None else self._source.length,
+                "batch_size": settings.batch_size,
+                "seed": mixed(at.seed),  # which fits into 64 bits
+                "epoch": at.epoch,
+                "committed": at.committed,
+                "shuffle": settings.shuffle,
+                "drop_last": settings.drop_last,
+                "lanes": settings.lanes or 0,
+            }
+            newest = -1 if self._sample_log is None else self._sample_log.newest()
+            session = 1 + check_settings(shared, settings.rank, newest)
+        if self._sample_log is not None:
+            self._sample_log.begin(at, settings.rank, settings.size, session=session, resumed=self._resumed)
         self._agreed = True
 
     def _look_at_first(self, batch: Any) -> None:
         if not self._first_batch_seen:
             self._first_batch_seen = True
-            if self._check and ranks_can_compare(self._terms.size):
+            if self._check and ranks_can_compare(self._settings.size):
                 check_first_batch(batch)
 
 
 def _check_lanes(lanes: int | None, size: int, drop_last: bool) -> None:
     if lanes is None:
         return
-    check_whole("lanes", lanes, 1)
+    check_integer("lanes", lanes, 1)
     if lanes < size:
         raise UsageError(
             f"lanes={lanes} is smaller than the world of {size} ranks, so some would get nothing; expected at least "
@@ -298,25 +298,25 @@ def _check_lanes(lanes: int | None, size: int, drop_last: bool) -> None:
         )
 
 
-def _source(dataset: Any, terms: Terms) -> Indexed | Streamed:
+def _source(dataset: Any, settings: DealSettings) -> IndexedSource | StreamSource:
     if isinstance(dataset, IterableDataset):
-        return Streamed(dataset, terms)
+        return StreamSource(dataset, settings)
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise UsageError(
             f"dataset must have a length and indices, or be an IterableDataset, got {type(dataset).__name__}, "
             f"which has no {'__getitem__' if isinstance(dataset, Sized) else '__len__'}"
         )
     length = len(dataset)
-    if length < terms.size and terms.lanes is None:
+    if length < settings.size and settings.lanes is None:
         raise UsageError(
-            f"the dataset has {length} samples, fewer than the {terms.size} ranks; expected at least one for each: "
+            f"the dataset has {length} samples, fewer than the {settings.size} ranks; expected at least one for each: "
             f"start fewer ranks, or give more data"
         )
-    if terms.drop_last and length < terms.global_batch:
-        where, other = ("on each", "drop_last=False") if terms.lanes is None else ("in each", "fewer lanes")
+    if settings.drop_last and length < settings.global_batch:
+        parts, remedy = ("ranks", "drop_last=False") if settings.lanes is None else ("lanes", "fewer lanes")
         raise UsageError(
-            f"the dataset has {length} samples, fewer than one global batch of {terms.global_batch} "
-            f"(batch_size={terms.batch_size} {where} of {terms.parts} {'lanes' if terms.lanes else 'ranks'}), and "
-            f"drop_last=True drops what is less; take a smaller batch_size, or {other}"
+            f"the dataset has {length} samples, fewer than one global batch of {settings.global_batch} "
+            f"(batch_size={settings.batch_size} for each of {settings.parts} {parts}), and drop_last=True drops a "
+            f"batch that is not full; use a smaller batch_size, or {remedy}"
         )
-    return Indexed(dataset, length, terms)  # type: ignore[arg-type]  # a list will do, as it does for torch
+    return IndexedSource(dataset, length, settings)  # type: ignore[arg-type]  # a list will do, as it does for torch

@@ -1,4 +1,4 @@
-"""torch's DistributedSampler, with a world that may have been read from the environment, and a position."""
+"""torch's DistributedSampler, with a world that may come from the environment, and with a position to resume from."""
 
 import math
 import operator
@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from paceline.data.place import check_whole, place
-from paceline.data.position import SAMPLER, check_fields
+from paceline.data.cursor import SAMPLER_FIELDS, check_integer, check_state
+from paceline.data.rank_checks import rank_and_size
 from paceline.errors import UsageError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -25,9 +25,9 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
     world of one without a launcher). Call `set_epoch` before each epoch, or every epoch has the same order.
 
     With `exactly_once=True` nothing is repeated to make the parts even and nothing is dropped: each index goes to one
-    rank, and some ranks get one less than others. That is for evaluation, where a repeated sample makes a wrong mean.
+    rank, and some ranks get one less than others. That is for evaluation, where repeated samples would bias the mean.
 
-    To stop in the middle of an epoch, count with `commit` and keep `state_dict()`; it can be loaded in a world of
+    To stop in the middle of an epoch, count with `commit` and save `state_dict()`; it can be loaded in a world of
     another size. A `paceline.Loader` does that by itself.
     """
 
@@ -44,8 +44,8 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
     ) -> None:
         if not isinstance(dataset, Sized):
             raise UsageError(f"dataset must have a length, got {type(dataset).__name__}, which has no __len__")
-        rank, num_replicas = place(rank, num_replicas, "num_replicas")
-        check_whole("seed", seed)
+        rank, num_replicas = rank_and_size(rank, num_replicas, "num_replicas")
+        check_integer("seed", seed)
         if exactly_once and drop_last:
             raise UsageError("exactly_once=True and drop_last=True contradict each other: choose one")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
@@ -67,12 +67,12 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         self._exhausted = True
 
     def __len__(self) -> int:
-        """How many indices this rank gets, or still gets after `load_state_dict`."""
+        """How many indices this rank gets, or has yet to get after `load_state_dict`."""
         return len(range(self._begun + self.rank, self._total(), self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order. The same on all ranks, before the loader is iterated."""
-        check_whole("epoch", epoch)
+        check_integer("epoch", epoch)
         if epoch != self.epoch:
             self._move(0)
         self._epoch_was_set = True
@@ -81,9 +81,9 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
     def commit(self, samples: int) -> None:
         """Count `samples` that every rank has used since the last call, usually the size of one batch.
 
-        Only who trains can count: a DataLoader draws indices ahead of what the loop has got.
+        Only the training loop can count: a DataLoader draws indices ahead of what the loop has received.
         """
-        check_whole("samples", samples, lowest=0)
+        check_integer("samples", samples, lowest=0)
         self._committed += operator.index(samples) * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, in a world of any size: the next iteration yields what is left of that epoch."""
-        check_fields(state, SAMPLER, "DistributedSampler")
+        check_state(state, SAMPLER_FIELDS, "DistributedSampler")
         if state["length"] != self._length():
             raise UsageError(
                 f"the sampler's state is for a dataset of {state['length']} samples, this one has {self._length()}: "
@@ -137,8 +137,8 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
     def _warn(self) -> None:
         self._epoch_was_set = True  # said once
         warnings.warn(
-            f"rank {self.rank} of {self.num_replicas}: the sampler begins another epoch in the order of the one "
-            f"before, because set_epoch() was never called; call sampler.set_epoch(epoch) before each epoch",
+            f"rank {self.rank} of {self.num_replicas}: the sampler begins another epoch in the order of the "
+            f"previous one, because set_epoch() was never called; call sampler.set_epoch(epoch) before each epoch",
             UserWarning,
             stacklevel=3,
         )

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from paceline.data.place import place
+from paceline.data.batch_source import BatchSource, DealSettings, Window
+from paceline.data.cursor import Cursor
+from paceline.data.rank_checks import rank_and_size
+from paceline.data.workers import WorkerGuard
 
 T = TypeVar("T")
 
@@ -21,7 +24,7 @@ def shard(
     skipped on all ranks. Every rank, and every worker, still reads the whole iterable and drops what is not its own,
     so an iterable that is expensive to read should be sharded where it is made.
     """
-    rank, world_size = place(rank, world_size, "world_size")
+    rank, world_size = rank_and_size(rank, world_size, "world_size")
     info = get_worker_info()
     if info is not None:
         rank, world_size = rank + world_size * info.id, world_size * info.num_workers
@@ -38,43 +41,24 @@ def elements_from(iterable: Iterable[T], start: int) -> Iterator[T]:
     return islice(iter(iterable), start, None)
 
 
-class Window(NamedTuple):
-    """One global batch of a stream: where it lies, which elements of it are this rank's, and their batch."""
-
-    start: int
-    stop: int
-    ids: list[int]
-    batch: Any
-
-
-class Windows(IterableDataset[Window]):
+class StreamWindows(IterableDataset[Window]):
     """The global batches of a stream as one rank sees them; window k is made by worker k mod the number of workers."""
 
-    def __init__(
-        self,
-        stream: Iterable[Any],
-        batch_size: int,
-        own: range,
-        parts: int,
-        *,
-        drop_last: bool,
-        collate: Callable[[list[Any]], Any],
-        shared: bool,
-    ) -> None:
+    def __init__(self, stream: Iterable[Any], settings: DealSettings) -> None:
         self._stream = stream
-        self._window = batch_size * parts
-        self._own = own  # which of the parts (ranks, or lanes) are this rank's; element i is in part i mod `parts`
-        self._parts = parts
-        self._drop_last = drop_last
-        self._collate = collate
+        self._window = settings.global_batch
+        self._own = settings.own  # which of the parts are this rank's; element i is in part i mod `parts`
+        self._parts = settings.parts
+        self._drop_last = settings.drop_last
+        self._collate: Callable[[list[Any]], Any] = settings.collate() or default_collate
         # Epoch and first element. In shared memory, because workers that live on read it again at every epoch.
         self._from = torch.zeros(2, dtype=torch.int64, device="cpu")
-        if shared:
+        if settings.options["persistent_workers"]:
             self._from.share_memory_()
 
-    def begin_at(self, epoch: int, start: int) -> None:
+    def begin_at(self, cursor: Cursor) -> None:
         """Choose what the next iteration yields."""
-        self._from[0], self._from[1] = epoch, start
+        self._from[0], self._from[1] = cursor.epoch, cursor.committed
 
     def __iter__(self) -> Iterator[Window]:
         epoch, start = self._from.tolist()
@@ -97,3 +81,30 @@ class Windows(IterableDataset[Window]):
                 yield Window(first, first + seen, [index for index, _ in mine], self._collate(samples))
             if seen < self._window:
                 return
+
+
+class StreamSource(BatchSource):
+    """A dataset that can only be iterated. What lies before the cursor is read and dropped."""
+
+    def __init__(self, dataset: IterableDataset[Any], settings: DealSettings) -> None:
+        super().__init__(settings, None)
+        self._stream = StreamWindows(dataset, settings)
+
+    def _windows(self, workers: WorkerGuard) -> Iterator[Window]:
+        self._stream.begin_at(self._at)
+        return workers.batches(self.build, self.describe)
+
+    def fingerprint(self, cursor: Cursor) -> str:
+        return ""  # a stream has the order it has
+
+    def build(self) -> DataLoader[Any]:
+        options = {**self._settings.options, "collate_fn": keep}
+        return DataLoader(self._stream, batch_size=None, generator=self._generator, **options)
+
+    def describe(self, batches: range) -> str:
+        return f"elements from {self._at.committed + batches.start * self._settings.global_batch} on"
+
+
+def keep(window: Window) -> Window:
+    """Windows hold batches that are collated already."""
+    return window

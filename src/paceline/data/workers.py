@@ -1,105 +1,89 @@
-"""A DataLoader's batches, with workers that may die: they are replaced, and loading goes on where it was.
+"""The batches of a DataLoader whose workers may die: the loop gets a typed error that says which worker died, and how.
 
-torch answers the death of a worker with an exception from a signal handler, in whatever line of the training loop runs
-at that moment. Here the loop learns of it when it asks for the next batch. A new DataLoader then begins at the first
-batch that the loop has not got yet, so nothing is lost or repeated.
+torch answers the death of a worker with a RuntimeError from its SIGCHLD handler, in whatever line of the training loop
+runs at that moment. Here a thread watches the workers, and a death is raised where the next batch is requested.
+Iterating again then continues after the last batch that the loop has received.
 """
 
-import warnings
-from collections.abc import Generator, Iterator
-from typing import Any, Protocol
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.keeper import Keeper, Loss
 from paceline.errors import PacelineError
+from paceline.process_status import oom_kills, read_status, signal_name
 
-_TORCH_SAYS_DEAD = "DataLoader worker (pid"
-_DATASET_SAYS = "Caught "  # torch puts it before what was raised in a worker
-_DYING_S = 5.0  # a pipe may break this long before its other end is known to be dead, on a machine that is busy
+_DEATH_OF_TORCH = "DataLoader worker (pid"
+_ERROR_OF_DATASET = "Caught "  # torch puts it before what was raised in a worker
+_EXIT_S = 5.0  # a pipe may break this long before its other end has ended, on a busy machine
+_END = object()
 
 
 class WorkerDied(PacelineError, RuntimeError):
-    """A DataLoader's worker died, or did not answer, more often than it is replaced."""
+    """A DataLoader worker died, or delivered no batch before the timeout."""
 
 
-class Source(Protocol):
-    """Who knows where the loop is."""
+class WorkerGuard:
+    """Iterates a DataLoader, one epoch per `batches`, and says what happened to a worker that died.
 
-    def build(self) -> DataLoader[Any]:
-        """A DataLoader whose next iteration begins where the loop is."""
-        ...
+    With a `timeout` above 0, workers that deliver no batch in so many seconds are killed and named too. torch's own
+    timeout does not cover a worker that freezes while its batch is being handed over.
 
-    def describe(self, batches: range) -> str:
-        """Which samples are in those batches; they are counted from where the loop is."""
-        ...
-
-
-class Feed:
-    """Iterates a source's DataLoader, one epoch per `batches`, and has it built anew when a worker died.
-
-    Nothing that it holds refers back to it: workers end when the last reference is gone, and if that were left to the
-    garbage collector, torch would wait 5 s for each of them.
+    Nothing that this object holds refers back to it: workers end with the last reference to their iterator, and if that
+    were left to the garbage collector, they would live on until it runs.
     """
 
-    def __init__(self, *, rank: int, respawns: int, timeout: float) -> None:
+    def __init__(self, *, rank: int, timeout: float) -> None:
         self._rank = rank
-        self._respawns = respawns
         self._timeout = timeout
         self._loader: DataLoader[Any] | None = None
         self._kept: Any = None  # the iterator of workers that live on between epochs
 
-    def batches(self, source: Source) -> Iterator[Any]:
-        """The batches of one epoch, from where the loop is."""
-        for deaths in range(1, self._respawns + 2):
-            loss = yield from self._until_death(source)
-            if loss is None:
-                return
-            self._report(loss, deaths, source)
+    def batches(self, build: Callable[[], DataLoader[Any]], describe: Callable[[range], str]) -> Iterator[Any]:
+        """The batches of one epoch. Raises WorkerDied.
+
+        `build` makes a DataLoader whose next iteration begins where the loop is. `describe` says which samples are in
+        batches that are counted from there.
+        """
+        epoch = _Epoch(self._kept, self._timeout)
+        try:
+            epoch.check_alive()
+            epoch.watch(self._begin(build))
+            while (batch := epoch.next()) is not _END:
+                yield batch
+                epoch.delivered += 1
+        except BaseException as error:
+            found = epoch.failure(error)
+            epoch.close()
+            # A loop that was left needs nothing more: torch ends the workers with the last reference to their iterator.
+            # The traceback of any other error would keep them alive.
+            if epoch.is_broken or not isinstance(error, GeneratorExit):
+                _discard(epoch.iterator)
+                self.close()
+            if found is None:
+                raise
+            what, batches = found
+            raise WorkerDied(
+                f"rank {self._rank}: {what} while loading {describe(batches)}. No batch is lost: iterate over "
+                f"the loader again to continue with new workers. To find the cause, load these samples with "
+                f"num_workers=0; if memory runs out, use fewer workers or a smaller prefetch_factor"
+            ) from error
+        finally:
+            epoch.close()
 
     def close(self) -> None:
         """End workers that live on between epochs; the next epoch starts new ones."""
-        _discard(self._kept)
         self._kept = self._loader = None
 
-    def _until_death(self, source: Source) -> Generator[Any, None, Loss | None]:
-        """Batches, as long as all workers live. Returns None at the end of the epoch, else what became of one."""
-        keeper = Keeper(self._kept, self._timeout)
-        iterator: Any = None
-        delivered = 0
-        try:
-            iterator = self._begin(source)
-            keeper.watch(iterator)
-            while True:
-                try:
-                    with keeper.waiting():
-                        batch = next(iterator)
-                except StopIteration:
-                    return None
-                delivered += 1
-                yield batch
-        except GeneratorExit:  # the loop was left; torch ends the workers when the iterator goes
-            keeper.close()
-            if keeper.loss(delivered) is not None:
-                _discard(iterator)
-                self.close()
-            raise
-        except BaseException as error:
-            loss = _loss(error, keeper, delivered)
-            keeper.close()
-            # Also when this goes on to the loop: the traceback would keep the workers until it is collected.
-            _discard(iterator)
-            self.close()
-            if loss is None:
-                raise
-            return loss  # without the error, whose frames lead back to here: see the class
-        finally:
-            keeper.close()
-
-    def _begin(self, source: Source) -> Any:
+    def _begin(self, build: Callable[[], DataLoader[Any]]) -> Any:
         if self._loader is None:
-            self._loader = source.build()
+            self._loader = build()
         iterator: Any = iter(self._loader)
         if getattr(iterator, "_worker_pids_set", False):  # torch's handler raises for the workers that it knows
             torch._C._remove_worker_pids(id(iterator))
@@ -108,39 +92,122 @@ class Feed:
             self._kept = iterator
         return iterator
 
-    def _report(self, loss: Loss, deaths: int, source: Source) -> None:
-        what = f"rank {self._rank}: {loss.text} while loading {source.describe(loss.batches)}"
-        if deaths > self._respawns:
-            again = f" (death {deaths} of a worker in this epoch)" if deaths > 1 else ""
-            raise WorkerDied(
-                f"{what}{again}. Load these samples with num_workers=0 to see why; workers that are killed by SIGKILL "
-                f"usually ran out of memory: use fewer of them or a smaller prefetch_factor"
-            )
-        warnings.warn(
-            f"{what}. Its work is done again by new workers, at the same place ({deaths} of at most {self._respawns} "
-            f"times in this epoch)",
-            UserWarning,
-            stacklevel=4,
-        )
 
+class _Epoch:
+    """One pass over an iterator of a DataLoader, and the thread that watches its workers, if it has any.
 
-def _loss(error: BaseException, keeper: Keeper, delivered: int) -> Loss | None:
-    """What became of a worker if that is what an error comes from, else None."""
-    if not isinstance(error, Exception):
-        return None
-    said = str(error)
-    torch_says_dead = isinstance(error, RuntimeError) and said.startswith(_TORCH_SAYS_DEAD)
-    broken_pipe = isinstance(error, OSError | EOFError) and not said.startswith(_DATASET_SAYS)
-    if torch_says_dead or broken_pipe:
-        keeper.wait_for_death(_DYING_S)
-    found = keeper.loss(delivered)
-    if found is None and torch_says_dead:
-        return Loss(said.strip().rstrip("."), range(1))  # it left with code 0, or while it was started
-    return found
+    When a worker dies or the timeout passes, the thread kills all workers and ends the wait for a batch. torch looks
+    every 5 s, and not while a message is half read.
+    """
+
+    def __init__(self, iterator: Any, timeout: float) -> None:
+        self.iterator = iterator
+        self.delivered = 0
+        self._broken = threading.Event()
+        self._dead: tuple[int, int] | None = None  # number and exit code
+        self._timeout = timeout
+        self._waiting_since: float | None = None
+        self._overdue = ""  # which workers are stopped, once the timeout has passed
+        self._oom_kills = oom_kills()
+        self._end = -1
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the workers were killed."""
+        return self._broken.is_set()
+
+    @property
+    def _workers(self) -> list[Any]:
+        return getattr(self.iterator, "_workers", [])
+
+    def check_alive(self) -> None:
+        """Raise if a worker that was to live on between epochs has died."""
+        for number, worker in enumerate(self._workers):
+            if code := worker.exitcode:
+                self._dead = number, code
+                raise ChildProcessError("a DataLoader worker has died")
+
+    def watch(self, iterator: Any) -> None:
+        self.iterator = iterator
+        if self._workers:
+            self._end = os.eventfd(0, os.EFD_CLOEXEC)
+            self._thread = threading.Thread(target=self._watch, name="paceline-data-workers", daemon=True)
+            self._thread.start()
+
+    def next(self) -> Any:
+        """The next batch, or _END."""
+        self._waiting_since = time.monotonic()
+        try:
+            return next(self.iterator, _END)
+        finally:
+            self._waiting_since = None
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        if self._thread is not None:
+            os.eventfd_write(self._end, 1)
+            self._thread.join()
+            os.close(self._end)
+            self._thread = None
+
+    def _watch(self) -> None:
+        living = dict(enumerate(self._workers))
+        while living and self._dead is None and not self._overdue:
+            numbers = {worker.sentinel: number for number, worker in living.items()}
+            ready = wait([*numbers, self._end], self._timeout / 4 if self._timeout else None)
+            if self._end in ready:
+                return
+            for sentinel in ready:
+                number = numbers[sentinel]
+                if code := exit_code(living.pop(number)):  # who has nothing more to do leaves with 0
+                    self._dead = number, code
+            since = self._waiting_since
+            if self._timeout and since is not None and time.monotonic() - since >= self._timeout:
+                pids = {number: worker.pid for number, worker in living.items() if read_status(worker.pid).stopped}
+                stopped = [f"worker {number} (pid {pid})" for number, pid in pids.items()]
+                self._overdue = f"(stopped by a signal such as SIGSTOP: {', '.join(stopped) or 'none of them'})"
+        if self._dead is not None or self._overdue:
+            self._break()
+
+    def _break(self) -> None:
+        """End the wait for a batch, at once."""
+        for worker in self._workers:  # whichever it was: the batch of one may wait behind that of another
+            worker.kill()
+        self._broken.set()
+        if hasattr(self.iterator, "_pin_memory_thread"):
+            self.iterator._data_queue.put(None)  # whoever waits for a batch fails to unpack it
+        else:
+            self.iterator._worker_result_queue._writer.close()
+
+    def failure(self, error: BaseException) -> tuple[str, range] | None:
+        """What happened to a worker, if that is where `error` comes from, and which of the next batches it had."""
+        if not isinstance(error, Exception):
+            return None
+        said, count = str(error), len(self._workers)
+        of_torch = isinstance(error, RuntimeError) and said.startswith(_DEATH_OF_TORCH)
+        broken_pipe = isinstance(error, OSError | EOFError) and not said.startswith(_ERROR_OF_DATASET)
+        if self._thread is not None and (of_torch or broken_pipe):
+            self._broken.wait(_EXIT_S)
+        if self._overdue:
+            return f"the {count} DataLoader workers delivered no batch in {self._timeout:g} s {self._overdue}", range(1)
+        if self._dead is not None:
+            number, code = self._dead
+            what = f"DataLoader worker {number} of {count} (pid {self._workers[number].pid}) {self._how(code)}"
+            # Batches go to the workers in turn, and each is given a few ahead.
+            return what, range((number - self.delivered) % count, count * self.iterator._prefetch_factor, count)
+        return (said.strip().rstrip("."), range(1)) if of_torch else None  # it left with code 0, or while it started
+
+    def _how(self, code: int) -> str:
+        if code >= 0:
+            return f"exited with code {code}"
+        if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
+            return "was killed by the OOM killer"
+        return f"was killed by {signal_name(-code)}"
 
 
 def _discard(iterator: Any) -> None:
-    """End what is left of an iterator, not in torch's way: that takes locks which the dead may hold."""
+    """End what is left of an iterator, not in torch's way: that takes locks which killed workers may hold."""
     if getattr(iterator, "_shutdown", True):  # it has no workers, or has them no more
         return
     iterator._shutdown = True
@@ -151,9 +218,23 @@ def _discard(iterator: Any) -> None:
     if (pinning := getattr(iterator, "_pin_memory_thread", None)) is not None:
         iterator._pin_memory_thread_done_event.set()
         iterator._worker_result_queue.put((None, None))  # wakes it; else it looks every 5 s
-        pinning.join(_DYING_S)
+        pinning.join(_EXIT_S)
     for queue in (*iterator._index_queues, iterator._worker_result_queue):
         queue.cancel_join_thread()
         queue.close()
         if (feeder := getattr(queue, "_thread", None)) is not None:
-            feeder.join(_DYING_S)
+            feeder.join(_EXIT_S)
+
+
+def exit_code(worker: Any) -> int | None:
+    """The exit code of a process that has ended.
+
+    `join()` alone may return without one: the loop's thread looks too, when a pipe broke, and whichever thread has
+    collected the code from the kernel may not have stored it yet.
+    """
+    deadline = time.monotonic() + _EXIT_S
+    worker.join(_EXIT_S)
+    while worker.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    code: int | None = worker.exitcode
+    return code

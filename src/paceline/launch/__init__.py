@@ -1,19 +1,16 @@
-"""Starting the ranks of one machine and watching over them. Loads no torch."""
+"""Starts and supervises the ranks of one machine. Loads no torch."""
 
 from paceline.launch.devices import gpu_count
-from paceline.launch.job import Failure, HearsErrors, HearsNotes, Job, LaunchError, Listener, Outcome
+from paceline.launch.job import Job, JobFailure, JobOutcome, Listener
 from paceline.launch.lines import Fold, spans
 from paceline.launch.supervise import supervise
 
 __all__ = [
-    "Failure",
     "Fold",
-    "HearsErrors",
-    "HearsNotes",
     "Job",
-    "LaunchError",
+    "JobFailure",
+    "JobOutcome",
     "Listener",
-    "Outcome",
     "gpu_count",
     "spans",
     "supervise",

@@ -1,8 +1,8 @@
 """How many GPUs this machine has, without loading torch."""
 
+import contextlib
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ ASK_S = 10.0
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:
-    """The GPUs that a process started now would see."""
+    """How many GPUs a process that is started now would see."""
     environ = os.environ if environ is None else environ
     present = _present()
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -24,17 +24,9 @@ def gpu_count(environ: Mapping[str, str] | None = None) -> int:
 
 
 def _present() -> int:
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
-        try:
-            asked = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=ASK_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return _device_files()
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=ASK_S, check=False)
         if asked.returncode == 0:
             return len(re.findall(r"^GPU \d+:", asked.stdout, re.MULTILINE))
-    return _device_files()
-
-
-def _device_files() -> int:
-    """A container shows only the device files it was given, while the driver's own list may show all."""
+    # A container shows only the device files it was given, while the driver's own list may show all.
     return sum(1 for entry in Path("/dev").glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", entry.name))

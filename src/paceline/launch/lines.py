@@ -1,22 +1,23 @@
-"""Bytes of a rank's output, cut into lines, and equal lines of several ranks folded into one."""
+"""Splits the output of a rank into lines, and folds equal lines of several ranks into one."""
 
 import codecs
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
 
-# A line without an end is a question to the user, or dots that grow: it is shown when nothing follows for a while.
+# A line without a newline is a prompt, or a row of dots that grows: it is shown when nothing follows for a while.
 QUIET_S = 0.5
 BAR_EVERY_S = 5.0
 MAX_PARTIAL = 1 << 16
 FOLD_S = 0.08
 MAX_WAITING = 5000
-# torch's excepthook puts this before every line; the gutter says it already.
+# torch's excepthook puts this before every line; the output shows the rank already.
 _TORCH_PREFIX = re.compile(r"^\[rank(\d+)\]:(?: |$)")
 
 
 class Lines:
-    """One stream of one rank. Of a progress bar, which rewrites its line, the last state counts."""
+    """One stream of one rank. Of a progress bar, which rewrites its line, only the last state is kept."""
 
     def __init__(self, rank: int) -> None:
         self._prefix = str(rank)
@@ -47,13 +48,13 @@ class Lines:
         return found
 
     def idle(self, now: float) -> list[str]:
-        """What has waited for its end long enough."""
+        """The unfinished line, if nothing has been added to it for a while."""
         if self._partial and "\r" not in self._partial and now - self._fed_at > QUIET_S:
             return self.rest()
         return []
 
     def rest(self) -> list[str]:
-        """What is left without an end."""
+        """The unfinished line, if there is one."""
         left, self._partial = self._clean(self._partial + self._decoder.decode(b"", final=True)), ""
         return [left] if left else []
 
@@ -67,67 +68,68 @@ class Lines:
         return line
 
 
-_Key = tuple[str, int]
+_Item = TypeVar("_Item", bound=Hashable)
 
 
-class Fold:
-    """Equal lines that several ranks write within a short time come out once, with their ranks.
+class Fold(Generic[_Item]):
+    """Shows equal lines, or equal items of any kind, that several ranks write within a short time once.
 
     The lines of one rank never change their order. A line leaves when all ranks have come to it, or after `FOLD_S`; one
     that another rank has written too, behind other lines, waits for those.
     """
 
-    def __init__(self, show: Callable[[tuple[int, ...], str, int], None], ranks: int) -> None:
+    def __init__(self, show: Callable[[tuple[int, ...], _Item], None], ranks: int) -> None:
         self._show = show
         self._ranks = ranks
-        self._queues: dict[int, deque[tuple[_Key, float]]] = {}
-        self._writers: dict[_Key, Counter[int]] = {}  # who has such a line waiting, and how often
+        self._queues: dict[int, deque[tuple[_Item, float]]] = {}
+        self._writers: dict[_Item, Counter[int]] = {}  # who has such a line waiting, and how often
         self._waiting = 0
 
-    def add(self, rank: int, text: str, now: float, channel: int = 1) -> None:
-        """Take in one line. `channel` keeps standard output and standard error apart."""
-        key = text, channel
-        self._queues.setdefault(rank, deque()).append((key, now))
-        self._writers.setdefault(key, Counter())[rank] += 1
+    def add(self, rank: int, item: _Item, now: float) -> None:
+        """Add one line of a rank."""
+        self._queues.setdefault(rank, deque()).append((item, now))
+        self._writers.setdefault(item, Counter())[rank] += 1
         self._waiting += 1
         self.flush(now)
 
     def flush(self, now: float) -> None:
-        """Let out what has waited long enough, or has nobody left to wait for."""
+        """Show the lines that have waited long enough, or for which no other rank is left to wait."""
         while self._waiting:
-            fronts: dict[_Key, tuple[list[int], float]] = {}
+            fronts: dict[_Item, tuple[list[int], float]] = {}
             for rank, queue in self._queues.items():
                 if queue:
-                    key, at = queue[0]
-                    ranks, oldest = fronts.setdefault(key, ([], at))
+                    item, at = queue[0]
+                    ranks, oldest = fronts.setdefault(item, ([], at))
                     ranks.append(rank)
-                    fronts[key] = ranks, min(at, oldest)
+                    fronts[item] = ranks, min(at, oldest)
             # First what no rank has behind other lines; of those, the oldest.
-            key = min(fronts, key=lambda key: (not self._is_at_front(key, fronts), fronts[key][1]))
-            ranks, oldest = fronts[key]
+            item = min(fronts, key=lambda item: (not self._is_at_front(item, fronts), fronts[item][1]))
+            ranks, oldest = fronts[item]
             if len(ranks) < self._ranks and now < oldest + FOLD_S and self._waiting <= MAX_WAITING:
                 return
             if len(ranks) < self._ranks:  # of what came at about the same time, the lowest rank's
-                near = (key for key in fronts if fronts[key][1] < oldest + FOLD_S and self._is_at_front(key, fronts))
-                key = min((key, *near), key=lambda key: min(fronts[key][0]))
-                ranks = fronts[key][0]
-            self._let_out(key, ranks)
+                near = (
+                    item for item in fronts if fronts[item][1] < oldest + FOLD_S and self._is_at_front(item, fronts)
+                )
+                item = min((item, *near), key=lambda item: min(fronts[item][0]))
+                ranks = fronts[item][0]
+            self._show_first(item, ranks)
 
-    def _is_at_front(self, key: _Key, fronts: dict[_Key, tuple[list[int], float]]) -> bool:
-        """Whether all who wrote this line have come to it."""
-        return len(self._writers[key]) == len(fronts[key][0])
+    def _is_at_front(self, item: _Item, fronts: dict[_Item, tuple[list[int], float]]) -> bool:
+        """Whether this line is the first waiting one of every rank that wrote it."""
+        return len(self._writers[item]) == len(fronts[item][0])
 
-    def _let_out(self, key: _Key, ranks: list[int]) -> None:
-        writers = self._writers[key]
+    def _show_first(self, item: _Item, ranks: list[int]) -> None:
+        writers = self._writers[item]
         for rank in ranks:
             self._queues[rank].popleft()
             writers[rank] -= 1
             if not writers[rank]:
                 del writers[rank]
         if not writers:
-            del self._writers[key]
+            del self._writers[item]
         self._waiting -= len(ranks)
-        self._show(tuple(sorted(ranks)), *key)
+        self._show(tuple(sorted(ranks)), item)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

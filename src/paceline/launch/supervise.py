@@ -1,76 +1,41 @@
-"""`supervise`: all attempts of a job, on this machine and in step with the others."""
+"""Runs a job: its first attempt, and restarts after failures."""
 
-import signal
+import resource
 
-from paceline.errors import PacelineError
-from paceline.launch.attempt import Attempt, Result
-from paceline.launch.failure import interrupted
-from paceline.launch.job import INTERRUPT_EXIT, Failure, HearsNotes, Job, Listener, Outcome
-from paceline.launch.nodes import Nodes, meet_nodes
-from paceline.launch.requests import Requests
+from paceline.errors import UsageError
+from paceline.launch.attempt import Attempt
+from paceline.launch.job import Job, JobOutcome, Listener
+from paceline.launch.rank_environment import reserve_port
+from paceline.launch.signals import PendingSignals
 
-
-class _Ended(PacelineError):
-    """A signal came while the launcher waited for other machines."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+# Open files of a launcher: three pipes and a log for each rank, and some of its own.
+FILES_PER_RANK = 4
+OWN_FILES = 24
 
 
-def supervise(job: Job, listener: Listener) -> Outcome:
-    """Run a job to its end: start its ranks, watch them, and start them anew as often as the job allows.
+def supervise(job: Job, listener: Listener) -> JobOutcome:
+    """Run a job to its end: start its ranks, watch them, and restart them as often as the job allows.
 
-    Signals that come to this process meanwhile are passed on to the ranks, if it is called in the main thread. When it
-    returns, or when this process dies in whatever way, no process of the job is left on this machine.
+    Signals to this process are forwarded to the ranks if it is called in the main thread. When it returns, or when this
+    process dies in whatever way, no process of the job is left on this machine.
     """
-    note = listener.note if isinstance(listener, HearsNotes) else _say_nothing
-    with Requests() as requests:
-        nodes = meet_nodes(job, note)
-        try:
-            return _attempts(job, listener, requests, nodes)
-        finally:
-            nodes.close()
+    _check_open_files(job.ranks)
+    with PendingSignals() as signals:
+        for attempt in range(job.max_restarts + 1):
+            # A restart takes another port: somebody may still be connected to the old one.
+            with reserve_port(0 if attempt else job.master_port) as port:
+                outcome = Attempt(job, attempt, port.getsockname()[1], listener, signals).run()
+            final = outcome.signal or outcome.exit_code in job.final_codes or attempt == job.max_restarts
+            if final or outcome.failure is None:
+                break
+            listener.restarting(attempt + 1, outcome.failure)
+    return outcome
 
 
-def _attempts(job: Job, listener: Listener, requests: Requests, nodes: Nodes) -> Outcome:
-    def patience() -> None:
-        number = requests.next()
-        if number is not None and number != signal.SIGUSR1:
-            raise _Ended(number)
-
-    attempt = 0
-    try:
-        while True:
-            seat = nodes.begin(attempt, patience)
-            result = Attempt(job, seat, listener, requests, nodes).run()
-            again = attempt < job.max_restarts and not result.signal and result.exit_code not in job.final_codes
-            verdict = nodes.settle(_told_to_others(result), again, patience)
-            if not verdict.again or verdict.failure is None:
-                return _outcome(result, verdict.failure, attempt)
-            attempt += 1
-            listener.restarting(attempt, verdict.failure)
-    except _Ended as ended:
-        failure = interrupted(str(ended), _code_of(ended.number))
-        return Outcome(failure.exit_code, failure, attempt, str(ended))
-
-
-def _told_to_others(result: Result) -> Failure | None:
-    if result.failure is None and result.exit_code:
-        return interrupted(signal.Signals(result.signal).name, result.exit_code)
-    return result.failure
-
-
-def _outcome(result: Result, failure: Failure | None, restarts: int) -> Outcome:
-    name = signal.Signals(result.signal).name if result.signal else ""
-    if result.signal:
-        return Outcome(result.exit_code, result.failure, restarts, name)
-    return Outcome(0 if failure is None else failure.exit_code or 1, failure, restarts)
-
-
-def _code_of(number: int) -> int:
-    return INTERRUPT_EXIT if number == signal.SIGINT else 128 + number
-
-
-def _say_nothing(_text: str) -> None:
-    """A listener without `note` does not want to know."""
+def _check_open_files(ranks: int) -> None:
+    needed, limit = FILES_PER_RANK * ranks + OWN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise UsageError(
+            f"{ranks} ranks need {needed} open files in their launcher, and the limit is {limit}; raise it with "
+            f"`ulimit -n {max(1024, needed)}`, or start fewer ranks"
+        )

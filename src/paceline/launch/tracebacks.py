@@ -1,14 +1,15 @@
-"""What Python writes when a rank falls: its last traceback, read back from the lines of standard error."""
+"""Tracebacks read back from text: Python's, as a rank that fails writes it to standard error, and IPython's."""
 
 import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 HEADER = "Traceback (most recent call last):"
 GROUP_HEADER = "  + Exception Group Traceback (most recent call last):"
 FATAL = "Fatal Python error:"  # faulthandler's, before the stacks of all threads
-IGNORED = "Exception ignored "  # before the traceback of what a destructor has raised: it ends nothing
+IGNORED = "Exception ignored "  # before the traceback of an error in a destructor, which ends nothing
 MAX_DETAIL = 10
 LEAST_FRAMES = 3
 LINE, MAX_LINES = 240, 4  # of a message
@@ -16,7 +17,90 @@ MAX_PARTS = 6
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?::|$)")
 _NOT_ITS_MESSAGE = re.compile(rf"\[|\w+:\s*(WARN|INFO)|/|{IGNORED}")
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
-_BARS = re.compile(r"^ +(\||\+)[-+]*")  # what stands before each line of a group's traceback
+_BARS = re.compile(r"^ +(\||\+)[-+]*")  # the prefix of each line of a group's traceback
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_RULE = re.compile(r"-{5,}\s*")
+_CELL = re.compile(r"\s*(Cell In ?\[\d+\](?:, line \d+)?)")
+_FILE = re.compile(r"""\s*File (?:"(?P<quoted>[^"]+)", line (?P<line>\d+)|(?P<path>.+?):(?P<number>\d+)(?=$|,|\s))""")
+_SKIPPED = re.compile(r"\s*\[\.\.\. skipping")
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
+_STANDARD = re.compile(r".*/lib/python3(?:\.\d+)?/([^/]+)|<frozen ([^>]+)>")
+_OURS = re.compile(r".*/src/(paceline)/\w+")
+_LINKS = {
+    "The above exception was the direct cause": "caused by",
+    "During handling of the above exception": "raised while handling",
+}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame: a header that says where it is, and lines of its source. `package` is empty for the user's code."""
+
+    header: str
+    lines: tuple[str, ...]
+    where: str
+    package: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """One exception: its frames, the outermost first, and its message. `leads` says how it led to the next one."""
+
+    frames: tuple[Frame, ...]
+    message: tuple[str, ...]
+    leads: str = ""
+
+
+def read_sections(lines: Sequence[str]) -> list[Section]:
+    """The exceptions of a traceback in Python's or IPython's format, colours and all; the one that was raised last."""
+    sections: list[Section] = []
+    frames: list[tuple[str, list[str]]] = []
+    message: list[str] = []
+    for line in lines:
+        plain = without_colours(line)
+        if link := next((word for text, word in _LINKS.items() if text in plain), ""):
+            sections.append(_section(frames, message, link))
+            frames, message = [], []
+        elif message:
+            message.append(line)
+        elif not plain.strip() or _RULE.fullmatch(plain) or HEADER.rstrip(":") in plain:
+            continue
+        elif _CELL.match(plain) or _FILE.match(plain) or _SKIPPED.match(plain):
+            frames.append((line, []))
+        elif frames and plain[0] in " -":  # of source, or the arrow before it
+            frames[-1][1].append(line)
+        else:
+            message.append(line)
+    return [*sections, _section(frames, message)]
+
+
+def _section(frames: Sequence[tuple[str, list[str]]], message: Sequence[str], leads: str = "") -> Section:
+    return Section(tuple(_frame(header, source) for header, source in frames), tuple(message), leads)
+
+
+def _frame(header: str, source: Sequence[str]) -> Frame:
+    plain = without_colours(header)
+    if found := _CELL.match(plain):
+        return Frame(header, tuple(source), found[1], "")
+    if found := _FILE.match(plain):
+        path = found["quoted"] or found["path"]
+        return Frame(header, tuple(source), f"{path}:{found['line'] or found['number']}", package_of(path))
+    return Frame(header, (), "", "frames like these")
+
+
+def package_of(path: str) -> str:
+    """The package that a file belongs to; empty for a file of the user's."""
+    if found := _INSTALLED.match(path) or _STANDARD.match(path):
+        name: str = next(filter(None, found.groups()))
+        return name.removesuffix(".py")
+    if path.startswith("<"):
+        return path
+    found = _OURS.match(path)
+    return found[1] if found else ""
+
+
+def without_colours(text: str) -> str:
+    return _COLOUR.sub("", text)
 
 
 @dataclass(frozen=True)
@@ -34,12 +118,12 @@ class Traceback:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What was wrong: of a group, what each of its exceptions says."""
+        """The message; of a group, the messages of its exceptions."""
         inside = tuple(line for line in self.parts if not (line.startswith(" ") or _GROUP.search(line)))
         return inside or (" ".join(self.message),)
 
     def details(self, taken: int = 0) -> tuple[str, ...]:
-        """The last frames, where the error is; the message itself stands before them, in `taken` lines of the room."""
+        """The last frames, where the error is. The message precedes them and takes `taken` of the lines."""
         frames = [cut(line, 160) for line in self.frames if _says_something(line)]
         more = [cut(line, 390) for line in (*self.message[1:], *_first(self.parts))]
         room = max(LEAST_FRAMES, MAX_DETAIL - len(more) - taken)
@@ -49,12 +133,12 @@ class Traceback:
 
 
 def begins(line: str) -> bool:
-    """Whether Python begins to tell here why it falls."""
+    """Whether Python begins to report an error in this line."""
     return line.startswith((HEADER, GROUP_HEADER, FATAL))
 
 
 def is_whole(lines: Sequence[str]) -> bool:
-    """Whether the traceback in `lines` has come to its last line. What faulthandler writes is followed by an end."""
+    """Whether the traceback in `lines` is complete. After a report of faulthandler the process ends."""
     if not lines or lines[0].startswith(FATAL):
         return False
     start = max(number for number, line in enumerate(lines) if begins(line))
@@ -64,7 +148,7 @@ def is_whole(lines: Sequence[str]) -> bool:
 
 
 def last_traceback(tail: Sequence[str]) -> Traceback | None:
-    """The last one in a rank's last words that may have ended it."""
+    """The last one in a rank's last lines that may have ended it."""
     starts = [
         number
         for number, line in enumerate(tail)
@@ -82,16 +166,13 @@ def last_traceback(tail: Sequence[str]) -> Traceback | None:
 
 
 def _plain(body: Sequence[str]) -> Traceback | None:
-    frames: list[str] = []
-    message: list[str] = []
-    for line in body:
-        if not message and (line.startswith(" ") or not line):
-            frames.append(line)
-        elif not message or (len(message) < 3 and line and not _NOT_ITS_MESSAGE.match(line)):
-            message.append(line)
-        else:
-            break
-    return Traceback(tuple(frames), tuple(message)) if message else None
+    section = read_sections(body)[0]
+    if not section.message:
+        return None
+    first, *more = section.message
+    more = list(takewhile(lambda line: line and not _NOT_ITS_MESSAGE.match(line), more[:2]))
+    frames = [line for frame in section.frames for line in (frame.header, *frame.lines)]
+    return Traceback(tuple(frames), (first, *more))
 
 
 def _parts(lines: Sequence[str]) -> tuple[str, ...]:
@@ -135,7 +216,7 @@ def thread_stack(tail: Sequence[str]) -> tuple[str, ...]:
 
 
 def wrapped(text: str) -> list[str]:
-    """A message in a few lines. What to do stands at its end, so if it is too long the middle is left out."""
+    """A message in a few lines. It ends with what to do, so if it is too long the middle is left out."""
     lines = textwrap.wrap(text, LINE, break_on_hyphens=False) or [text]
     return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 2], "…", lines[-1]]
 

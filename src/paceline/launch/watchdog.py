@@ -1,4 +1,4 @@
-"""Finds ranks that live and do not get on: by what they noted, by the processor time they use, and by learned times.
+"""Finds ranks that run but make no progress: by what they noted, by the CPU time they use, and by learned times.
 
 A rank hangs when it has noted nothing for longer than its phase allows:
 
@@ -6,7 +6,7 @@ A rank hangs when it has noted nothing for longer than its phase allows:
     between steps, in code we cannot see    twice --hang-timeout, or else CEILING_S
     evaluation, checkpoint                  CEILING_S, or --hang-timeout if that is longer
     waiting for other ranks                 never, as long as any rank does something else, which is then judged. When
-                                            all ranks of the job wait, they wait for each other: the limit
+                                            all ranks wait, they wait for each other: the limit
     not begun, done, nothing ever noted     never: other people's scripts may be as slow as they like
 
 Without --hang-timeout the second and third are judged only while another rank waits: a script may take all the time it
@@ -20,8 +20,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.launch.vitals import Vital
-from paceline.progress import Mark, Phase
+from paceline.launch.reports import Mark
+from paceline.process_status import ProcessStatus
+from paceline.progress import Phase
 
 # A step may take FACTOR times the median of the steps seen, or LONGEST times the longest of them, but at least FLOOR_S:
 # file systems and compilers take their time. Before steps were seen, and in phases that come seldom and last long, it
@@ -36,15 +37,13 @@ REMEMBER = 101
 BETWEEN = 2.0
 # A stopped process does nothing at all, so less patience is needed; a pause of two seconds is forgiven.
 STOPPED_S = 4.0
-# A share of one processor over the time watched, below which a process does nothing.
+# A share of one core over the time watched, below which a process does nothing.
 IDLE_SHARE = 0.02
 # When the launcher itself was not run for this long, the ranks perhaps were not either.
 GAP_S = 2.0
-# Stamps are compared a moment after they were read.
-JITTER_S = 0.05
-_UNHURRIED = (Phase.STARTING, Phase.CHECKPOINT, Phase.EVALUATE)
+_UNHURRIED = (Phase.CHECKPOINT, Phase.EVALUATE)
 _FREE = (Phase.IDLE, Phase.DONE)
-_OFTEN_LAST = (Phase.BETWEEN, Phase.CHECKPOINT, Phase.EVALUATE)
+_OFTEN_LAST = (Phase.BETWEEN, *_UNHURRIED)
 _WHERE = {
     Phase.BETWEEN: "between steps",
     Phase.WAITING: "waiting for other ranks",
@@ -54,38 +53,34 @@ _WHERE = {
 
 
 class Hang(NamedTuple):
-    """Local ranks that do not get on, and how."""
+    """Ranks that make no progress, and how."""
 
     ranks: tuple[int, ...]
-    kind: str  # "frozen" or "spinning"
+    busy: bool  # whether they use a CPU core meanwhile
     reason: str
     step: int
 
 
-class _Seen:
+class _RankHistory:
     """What was seen of one rank."""
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
-        self.since = 0.0
-        self.cpu_at_since = 0.0
+        self.cpu_s = 0.0  # the CPU time it had used when it noted that
         self.stopped_since: float | None = None
         self.step_at: tuple[int, float] | None = None
 
 
 class Watchdog:
-    """Looks at all ranks of a machine about twice a second. `timeout_s` replaces the learned time.
+    """Looks at all ranks about twice a second. `timeout_s` replaces the learned time."""
 
-    `whole` says that these are all ranks of the job, so that there is no other one that they could be waiting for.
-    """
-
-    def __init__(self, ranks: Sequence[int], timeout_s: float | None = None, *, whole: bool = True) -> None:
-        self._whole = whole
-        self._seen = {rank: _Seen() for rank in ranks}
+    def __init__(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
+        self._seen = {rank: _RankHistory() for rank in ranks}
         self._timeout_s = timeout_s
         self._steps: deque[float] = deque(maxlen=REMEMBER)
         self._longest_s = 0.0
         self._looked_at: float | None = None
+        self._woke_at = 0.0  # since when the launcher has run without a gap
 
     def patience_s(self, phase: Phase = Phase.FORWARD) -> float:
         """How long a rank may note nothing in `phase`."""
@@ -98,49 +93,51 @@ class Watchdog:
         learned = max(FACTOR * sorted(self._steps)[len(self._steps) // 2], LONGEST * self._longest_s)
         return min(CEILING_S, max(FLOOR_S, learned))
 
-    def look(self, now: float, marks: Mapping[int, Mark], vitals: Mapping[int, Vital]) -> Hang | None:
+    def look(self, now: float, marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus]) -> Hang | None:
         """Take in what ranks noted and what the kernel says of them; name those that hang, if any do."""
         slept = self._looked_at is not None and now - self._looked_at > GAP_S
         self._looked_at = now
+        self._woke_at = now if slept else self._woke_at
         for rank, mark in marks.items():
-            self._take_in(rank, mark, vitals[rank], now, slept)
+            self._take_in(rank, mark, statuses[rank], now, slept)
         noted = [rank for rank, mark in marks.items() if mark.noted]
         seen = noted if self._timeout_s is None else marks
         stopped = tuple(rank for rank in seen if self._has_stopped(rank, now))
         if stopped:
             waited = now - (self._seen[stopped[0]].stopped_since or now)
-            return Hang(stopped, "frozen", f"stopped for {waited:.0f} s (process state T)", marks[stopped[0]].step)
-        deadlock = self._whole and all(mark.phase is Phase.WAITING for mark in marks.values())
+            return Hang(stopped, False, f"stopped for {waited:.0f} s (process state T)", marks[stopped[0]].step)
+        deadlock = all(mark.phase is Phase.WAITING for mark in marks.values())
         needed = self._timeout_s is not None or any(mark.phase is Phase.WAITING for mark in marks.values())
         free = {*_FREE, *(() if deadlock else (Phase.WAITING,)), *(() if needed else _OFTEN_LAST)}
         judged = [rank for rank in noted if marks[rank].phase not in free]
-        stale = [rank for rank in judged if now - self._seen[rank].since > self.patience_s(marks[rank].phase)]
-        return self._name_culprits(stale, marks, vitals, now) if stale else None
+        stale = [rank for rank in judged if self._age_s(marks[rank], now) > self.patience_s(marks[rank].phase)]
+        return self._name_culprits(stale, marks, statuses, now) if stale else None
 
-    def _take_in(self, rank: int, mark: Mark, vital: Vital, now: float, slept: bool) -> None:
+    def _age_s(self, mark: Mark, now: float) -> float:
+        """For how long a rank has noted nothing else, as far as it could."""
+        return now - max(mark.at, self._woke_at)
+
+    def _take_in(self, rank: int, mark: Mark, status: ProcessStatus, now: float, slept: bool) -> None:
         seen = self._seen[rank]
-        if seen.mark is None or mark[:2] != seen.mark[:2] or mark.age_s < now - seen.since - JITTER_S or slept:
-            self._learn(seen, mark, now - mark.age_s, slept)
-            # A mark is as old as its own stamp says, unless nobody ran meanwhile.
-            seen.since = now if slept else now - mark.age_s
-            seen.cpu_at_since = vital.cpu_s
-            seen.mark = mark
-        if not vital.stopped or slept:
+        if mark != seen.mark or slept:
+            self._learn(seen, mark, slept)
+            seen.mark, seen.cpu_s = mark, status.cpu_s
+        if not status.stopped or slept:
             seen.stopped_since = None
         elif seen.stopped_since is None:
             seen.stopped_since = now
 
-    def _learn(self, seen: _Seen, mark: Mark, at: float, slept: bool) -> None:
+    def _learn(self, seen: _RankHistory, mark: Mark, slept: bool) -> None:
         if not mark.noted or slept or mark.phase in _FREE:
             seen.step_at = None
             return
         if seen.step_at is None or mark.step < seen.step_at[0]:
-            seen.step_at = mark.step, at
+            seen.step_at = mark.step, mark.at
         elif mark.step > seen.step_at[0]:
-            taken = (at - seen.step_at[1]) / (mark.step - seen.step_at[0])
+            taken = (mark.at - seen.step_at[1]) / (mark.step - seen.step_at[0])
             self._steps.append(taken)
             self._longest_s = max(self._longest_s, taken)
-            seen.step_at = mark.step, at
+            seen.step_at = mark.step, mark.at
 
     def _has_stopped(self, rank: int, now: float) -> bool:
         since = self._seen[rank].stopped_since
@@ -148,21 +145,16 @@ class Watchdog:
         return since is not None and now - since >= limit
 
     def _name_culprits(
-        self, stale: list[int], marks: Mapping[int, Mark], vitals: Mapping[int, Vital], now: float
+        self, stale: list[int], marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus], now: float
     ) -> Hang:
         # Ranks wait for the one that is furthest behind.
         behind = min(marks[rank][:2][::-1] for rank in stale)
         culprits = tuple(rank for rank in stale if marks[rank][:2][::-1] == behind)
-        first = culprits[0]
-        seen, mark = self._seen[first], marks[first]
-        waited = max(0.001, now - seen.since)
-        share = max(self._share(rank, vitals[rank], now) for rank in culprits)
-        kind = "spinning" if share > IDLE_SHARE else "frozen"
+        mark = marks[culprits[0]]
+        waited = self._age_s(mark, now)
+        used = {rank: statuses[rank].cpu_s - self._seen[rank].cpu_s for rank in culprits}
+        share = max(used[rank] / max(0.001, self._age_s(marks[rank], now)) for rank in culprits)
         where = _WHERE.get(mark.phase, f"in {mark.phase.name.lower()}")
         limit_s = self.patience_s(mark.phase)
-        reason = f"no progress for {waited:.0f} s {where} (limit {limit_s:.0f} s), using {share:.0%} of a processor"
-        return Hang(culprits, kind, reason, mark.step)
-
-    def _share(self, rank: int, vital: Vital, now: float) -> float:
-        seen = self._seen[rank]
-        return (vital.cpu_s - seen.cpu_at_since) / max(0.001, now - seen.since)
+        reason = f"no progress for {waited:.0f} s {where} (limit {limit_s:.0f} s), using {share:.0%} of a CPU core"
+        return Hang(culprits, share > IDLE_SHARE, reason, mark.step)

@@ -1,11 +1,13 @@
-"""A plan as a bar chart. Needs matplotlib."""
+"""A plan as a bar chart. Drawing needs matplotlib; checking where a file goes needs nothing."""
 
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.memory_plan.files import require_picture
+from paceline.errors import UsageError
 from paceline.memory_plan.numbers import show_bytes
-from paceline.memory_plan.value import MemoryPlan, RankPlan
+from paceline.memory_plan.result import MemoryPlan, RankPlan
 
 INK, FAINT, LIMIT = "#1d2433", "#6b7280", "#c1121f"
 COLOURS = {
@@ -19,10 +21,39 @@ COLOURS = {
 }
 OTHERS = ("#8d99ae", "#b8c0cc", "#5c677d", "#a3b18a", "#d4a373", "#7d8597")
 
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def require_outputs(json: Path | None, png: Path | None) -> None:
+    """Refuse files that could not be written, before any work."""
+    if json is not None:
+        _require_place("json", json)
+    if png is not None:
+        _require_picture("png", png)
+
+
+def _require_place(name: str, file: Path) -> None:
+    # A missing folder is a typo more often than not.
+    if not file.parent.is_dir():
+        raise UsageError(f"{name}={str(file)!r}: expected a file in an existing folder, but there is no {file.parent}")
+    if file.is_dir():
+        raise UsageError(f"{name}={str(file)!r}: expected a file, but this is a folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UsageError(f"{name}={str(file)!r}: expected a writable file")
+
+
+def _require_picture(name: str, file: Path) -> None:
+    # The ending says how to draw it.
+    if file.suffix.lower() not in PICTURES:
+        raise UsageError(f"{name}={str(file)!r}: expected a file that ends in {', '.join(PICTURES)}")
+    _require_place(name, file)
+    if find_spec("matplotlib") is None:
+        raise UsageError(f"{name}: a chart needs matplotlib, which is not installed: pip install 'paceline[bench]'")
+
 
 def draw(plan: MemoryPlan, file: Path) -> None:
-    """One bar per size of the world, cut into its lines, with the device's memory as a mark."""
-    require_picture("path", file)
+    """One bar per world size, divided into its lines, with the device's memory as a mark."""
+    _require_picture("path", file)
     # Not pyplot: it keeps state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -3,7 +3,6 @@
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.memory_plan.states import PlanError
-from paceline.memory_plan.timeline import ACTIVATIONS, CASTS, GRADIENTS, LOGITS, TEMPORARIES, Event, Timeline
+from paceline.memory_plan.numbers import PlanError
+from paceline.memory_plan.storages import ACTIVATIONS, CASTS, GRADIENTS, LOGITS, TEMPORARIES, StorageEvent, Timeline
 
 Loss = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class FollowedStep:
     """What is followed: a model, a batch, how the loss comes about, and where and in which dtypes it runs."""
 
     model: nn.Module
@@ -31,16 +30,18 @@ class Errand:
     autocast: bool
 
 
-def follow(errand: Errand, batch_size: int | None = None) -> Timeline:
-    """The timeline of one micro, with the batch's own number of samples or another one."""
-    with _random_state_kept(), FakeTensorMode(allow_non_fake_inputs=True):
-        model = _without_memory(errand)
-        batch = tree_map(lambda item: _fake_input(item, errand.device, errand.batch, batch_size), errand.batch)
+def follow(step: FollowedStep, batch_size: int | None = None) -> Timeline:
+    """The timeline of one microbatch, with the batch's own number of samples or another one."""
+    # Checkpointing sets the random state again while it recomputes; a plan must not move it.
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(gpus), FakeTensorMode(allow_non_fake_inputs=True):
+        model = _without_memory(step)
+        batch = tree_map(lambda item: _fake_input(item, step.device, step.batch, batch_size), step.batch)
         record = Recorder(model)
         try:
             with record:
-                with _autocast(errand):
-                    loss = call(model, batch, errand.loss)
+                with torch.autocast(step.device.type, torch.bfloat16, enabled=step.autocast):
+                    loss = call(model, batch, step.loss)
                 record.enter_backward()
                 loss.backward()
                 del loss
@@ -50,7 +51,7 @@ def follow(errand: Errand, batch_size: int | None = None) -> Timeline:
             raise PlanError(
                 f"the model could not be followed without memory: {type(error).__name__}: {_first_line(error)}. "
                 "plan() needs a model whose forward does not look at the values of tensors; without a batch it plans "
-                "the states alone, and plan_params() plans a transformer by its numbers"
+                "the states alone, and `paceline plan` plans a transformer from its numbers"
             ) from error
         return record.timeline()
 
@@ -61,18 +62,17 @@ def call(model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
     Without `loss` the model returns it: model(*batch), model(**batch) or model(batch). With `loss` the last part of
     the batch is the target: loss(model(*batch[:-1]), batch[-1]); a batch of one part has none.
     """
+    target: tuple[Any, ...] = ()
     if isinstance(batch, Mapping):
         result = model(**batch)
-        found = result if loss is None else loss(result)
     elif isinstance(batch, (tuple, list)):
+        inputs = batch
         if loss is not None and len(batch) > 1:
-            found = loss(model(*batch[:-1]), batch[-1])
-        else:
-            result = model(*batch)
-            found = result if loss is None else loss(result)
+            inputs, target = batch[:-1], (batch[-1],)
+        result = model(*inputs)
     else:
         result = model(batch)
-        found = result if loss is None else loss(result)
+    found = result if loss is None else loss(result, *target)
     if isinstance(found, Mapping):
         found = found.get("loss", found)
     if not (isinstance(found, torch.Tensor) and found.numel() == 1):
@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._sizes: list[int] = []
         self._births: list[tuple[int, bool, bool]] = []  # number of the operation, in backward, copy of a weight
-        self._events: list[tuple[Event, int]] = []
+        self._events: list[tuple[StorageEvent, int]] = []
         self._numbers: dict[int, int] = {}  # id of a living storage → its number
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._taken: set[int] = set()
@@ -129,13 +129,13 @@ class Recorder(TorchDispatchMode):
         number = len(self._sizes)
         self._sizes.append(storage.nbytes())
         self._births.append((self._operation, self._backward_from is not None, is_copy))
-        self._events.append((Event.BORN, number))
+        self._events.append((StorageEvent.BORN, number))
         self._numbers[key] = number
         if is_copy:
             self._weights.add(key)
 
         def gone(_: Any) -> None:
-            self._events.append((Event.FREED, number))
+            self._events.append((StorageEvent.FREED, number))
             self._weights.discard(key)
             del self._numbers[key], self._watches[key]
 
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
             number = self._numbers.get(id(storage))
             if number is not None and number not in self._taken:
                 self._taken.add(number)
-                self._events.append((Event.TAKEN, number))
+                self._events.append((StorageEvent.TAKEN, number))
 
     def timeline(self) -> Timeline:
         for hook in self._hooks:
@@ -178,16 +178,16 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
                 yield item.untyped_storage()
 
 
-def _without_memory(errand: Errand) -> nn.Module:
+def _without_memory(step: FollowedStep) -> nn.Module:
     """A copy of the model whose parameters and buffers have sizes only. The model itself is not touched."""
     stand_ins: dict[int, Any] = {}
-    for param in errand.model.parameters():
-        empty = _empty_like(param, errand.device, errand.weights_dtype)
+    for param in step.model.parameters():
+        empty = _empty_like(param, step.device, step.weights_dtype)
         stand_ins[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-    for buffer in errand.model.buffers():
-        stand_ins[id(buffer)] = _empty_like(buffer, errand.device, errand.weights_dtype)
+    for buffer in step.model.buffers():
+        stand_ins[id(buffer)] = _empty_like(buffer, step.device, step.weights_dtype)
     try:
-        return copy.deepcopy(errand.model, stand_ins)
+        return copy.deepcopy(step.model, stand_ins)
     except Exception as error:
         raise PlanError(
             f"the model cannot be copied: {type(error).__name__}: {_first_line(error)}. Plan it before it is wrapped, "
@@ -215,23 +215,6 @@ def samples_of(batch: Any) -> int:
         if isinstance(item, torch.Tensor) and item.dim() > 0:
             return int(item.shape[0])
     raise PlanError("batch: expected a tensor, a tuple of tensors or a mapping of tensors, with samples in dimension 0")
-
-
-def _autocast(errand: Errand) -> AbstractContextManager[Any]:
-    return torch.autocast(errand.device.type, dtype=torch.bfloat16) if errand.autocast else nullcontext()
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Checkpointing sets the random state again while it recomputes; a plan must not move it."""
-    on_host = torch.get_rng_state()
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    try:
-        yield
-    finally:
-        torch.set_rng_state(on_host)
-        if on_devices:
-            torch.cuda.set_rng_state_all(on_devices)
 
 
 def _first_line(error: BaseException) -> str:

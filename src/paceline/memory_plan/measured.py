@@ -1,14 +1,10 @@
-"""What a step really took, beside what was planned."""
+"""What a step really took."""
 
 import gc
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.memory_plan.numbers import show_bytes
-from paceline.memory_plan.states import PlanError
-from paceline.memory_plan.text import layout
-from paceline.memory_plan.value import MemoryPlan, RankPlan
+from paceline.memory_plan.numbers import PlanError
 
 STATUS = Path("/proc/self/status")
 ROLLUP = Path("/proc/self/smaps_rollup")
@@ -65,61 +61,16 @@ class Peak:
         return max(0, _kib(STATUS, "VmHWM") - self._before - mapped_twice) * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A plan beside a measurement."""
-
-    planned_bytes: int
-    measured_bytes: int
-
-    @property
-    def off(self) -> float:
-        """0.05: the plan is 5 % above what was measured."""
-        return self.planned_bytes / self.measured_bytes - 1
-
-
-def compare(
-    plan: MemoryPlan | RankPlan, measured_bytes: int, *, ranks: int | None = None, first_step: bool = False
-) -> Comparison:
-    """Set a plan beside a measurement, for one size of the world.
-
-    `first_step`: the measurement ends with the very first step, in which the optimizer's states come last.
-    """
-    if measured_bytes <= 0:
-        raise PlanError(f"measured_bytes={measured_bytes}: expected a number above 0")
-    chosen = plan if isinstance(plan, RankPlan) else plan.by_ranks[0] if ranks is None else plan.at(ranks)
-    return Comparison(chosen.first_step_total if first_step else chosen.total, measured_bytes)
-
-
-def against(plan: MemoryPlan, measured_bytes: int, *, ranks: int | None = None, first_step: bool = False) -> str:
-    """Plan against measured as text: the lines of the plan, then both totals."""
-    compared = compare(plan, measured_bytes, ranks=ranks, first_step=first_step)
-    chosen = plan.by_ranks[0] if ranks is None else plan.at(ranks)
-    moment = chosen.peak
-    rows = [[line.name, show_bytes(line.nbytes), line.formula] for line in moment.lines]
-    if first_step:
-        moment = max(chosen.moments, key=lambda moment: moment.total_in_first_step)
-        late = 0 if moment.is_update else 1
-        rows = [
-            [line.name, show_bytes(line.nbytes - late * line.late_bytes), line.formula]
-            for line in moment.lines
-            if line.nbytes - late * line.late_bytes
-        ]
-    total = ["planned", show_bytes(compared.planned_bytes), f"at its highest: {moment.name}"]
-    found = ["measured", show_bytes(measured_bytes), f"the plan is {compared.off:+.1%}"]
-    return "\n".join(layout([["memory of one rank", "bytes", "how"], None, *rows, None, total, found]))
-
-
 def _clear_mark() -> None:
     try:
         CLEAR.write_text("5")
     except OSError as error:
-        raise PlanError(f"the peak of memory cannot be measured here: {CLEAR} cannot be written: {error}") from error
+        raise PlanError(f"peak memory cannot be measured here: {CLEAR} cannot be written: {error}") from error
 
 
 def _kib(file: Path, key: str) -> int:
     if not file.exists():
-        raise PlanError(f"the peak of memory cannot be measured here: there is no {file}")
+        raise PlanError(f"peak memory cannot be measured here: there is no {file}")
     for line in file.read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1])

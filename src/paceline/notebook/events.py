@@ -1,4 +1,4 @@
-"""What ranks say while a cell runs."""
+"""What happens on the ranks while a cell runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ class Showed:
     rank: int
     data: Mapping[str, Any]
     metadata: Mapping[str, Any]
-    is_result: bool = False
     display_id: str | None = None
     updates: bool = False  # replaces what was shown under `display_id`
 
@@ -46,23 +45,23 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A rank's process ended. `how`: "was killed by SIGKILL", "exited with 1". `words`: its last lines."""
+    """A rank's process ended. `how`: "was killed by SIGKILL", "exited with 1". `last_lines`: its last lines."""
 
     rank: int
     how: str
-    words: tuple[str, ...]
+    last_lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank has come to the end of the cell, in whatever way."""
+    """A rank has finished the cell, in whatever way."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """Something that paceline itself has to say while the cell runs."""
+    """A message of paceline itself while the cell runs."""
 
     text: str
 
@@ -76,7 +75,7 @@ class View(Protocol):
     def take(self, event: Event, now: float) -> None: ...
 
     def tick(self, now: float) -> None:
-        """Called at least every 50 ms, so that lines which waited for equal ones come out."""
+        """Called at least every 50 ms, so that lines which waited for equal ones are shown."""
 
     def close(self, now: float) -> None:
         """The cell is over: show all that is still held back."""

@@ -1,6 +1,5 @@
-"""The magics of `%load_ext paceline`. Their spelling is nbdistributed's where it has them."""
+"""The magics of `%load_ext paceline`. Those that nbdistributed has too are spelled as they are there."""
 
-import json
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -12,58 +11,56 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from paceline.errors import UsageError
 from paceline.launch.lines import name_ranks, spans
-from paceline.notebook.fleet.boot import BootFailed
-from paceline.notebook.options import wish_of
-from paceline.notebook.page import status
-from paceline.notebook.page.boot_screen import BootScreen
-from paceline.notebook.session import Session
+from paceline.notebook.cell_parts import pad_above
+from paceline.notebook.output.status import startup_display, tree
+from paceline.notebook.rank_kernels.start_options import start_options
+from paceline.notebook.rank_kernels.startup import RankStartFailed
+from paceline.notebook.session import NotebookSession
 
 _Magic = TypeVar("_Magic", bound=Callable[..., Any])
 
 
-def _plainly(magic: _Magic) -> _Magic:
-    """Wrong use is one line, not a traceback through this file. The cell fails all the same."""
+def _short_errors(magic: _Magic) -> _Magic:
+    """Show a usage error as one line, without a traceback through this file. The cell still fails."""
 
     @wraps(magic)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def shortened(*args: Any, **kwargs: Any) -> Any:
         try:
             return magic(*args, **kwargs)
-        except (UsageError, BootFailed) as error:
+        except (UsageError, RankStartFailed) as error:
             raise ShellUsageError(str(error)) from None
         except KeyboardInterrupt as stopped:
             name = magic.__name__
             stopped._render_traceback_ = lambda: [f"KeyboardInterrupt: %{name} was stopped"]  # type: ignore[attr-defined]
             raise
 
-    return told  # type: ignore[return-value]
+    return shortened  # type: ignore[return-value]
 
 
 @magics_class
 class DistMagics(Magics):
     """N ranks behind every cell."""
 
-    def __init__(self, shell: InteractiveShell, session: Session) -> None:
+    def __init__(self, shell: InteractiveShell, session: NotebookSession) -> None:
         super().__init__(shell)
         self._session = session
-        self.extension: object = None  # who hung this into the shell, and can take it down
+        self.extension: object = None  # which registered this, and can unregister it
 
     # ---- ranks
 
     @magic_arguments()
-    @argument("-n", "--num-processes", type=int, help="how many ranks (default: one per GPU; 2 without GPUs)")
-    @argument("-g", "--gpu-ids", help="the GPUs of ranks 0, 1, …, as in 1,2; cpu for none")
-    @argument(
-        "--lanes", type=int, help="lanes of every replica that the cells make: the same bits on any number of ranks"
-    )
-    @argument("--transport", help="how replicas of the cells exchange gradients: auto, shm, torch")
-    @argument("--backend", help="of the process group (default: gloo, and NCCL for GPUs)")
-    @argument("-a", "--master-addr", help="accepted for nbdistributed's notebooks: ranks are on this machine")
+    @argument("-n", "--num-processes", type=int, help="number of ranks (default: one per GPU, or 2 without GPUs)")
+    @argument("-g", "--gpu-ids", help="the GPUs of ranks 0, 1, and so on, as in 1,2; cpu for none")
+    @argument("--lanes", type=int, help="lanes of every replica: the same bits on any number of ranks")
+    @argument("--transport", help="how replicas exchange gradients: auto, shm or torch")
+    @argument("--backend", help="backend of the process group (default: gloo, and NCCL for GPUs)")
+    @argument("-a", "--master-addr", help="accepted for notebooks of nbdistributed; ranks always run on this machine")
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_init(self, line: str) -> None:
         """Start the ranks. From then on every plain cell runs on all of them."""
         given = _parse(self.dist_init, line)
-        wish = wish_of(
+        options = start_options(
             size=given.num_processes,
             gpu_ids=given.gpu_ids,
             lanes=given.lanes,
@@ -71,131 +68,127 @@ class DistMagics(Magics):
             backend=given.backend,
             master_addr=given.master_addr,
         )
-        with BootScreen() as screen:
-            self._session.start(wish, screen.show)
+        with startup_display() as show:
+            self._session.start(options, show)
 
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_status(self, line: str) -> None:
-        """What every rank is and does: process, device, memory, state, current line."""
-        fleet = self._session.fleet
-        facts = fleet.ranks()
+        """Show process, device, memory, state and current line of every rank."""
+        kernels = self._session.kernels
+        facts = kernels.ranks()
         alive = [one.rank for one in facts if not one.died]
-        answers = fleet.request("facts", {}, ranks=alive, within_s=2.0) if alive else {}
-        self._say(status.tree(facts, {rank: answer.content for rank, answer in answers.items()}))
+        answers = kernels.request("facts", {}, ranks=alive, within_s=2.0) if alive else {}
+        self._say(tree(facts, {rank: answer.content for rank, answer in answers.items()}))
 
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_kill(self, line: str) -> None:
         """Kill ranks, as in %dist_kill 1."""
         ranks = self._named(line, "%dist_kill 1")
-        self._session.fleet.kill(ranks)
-        self._say(f"killed {name_ranks(ranks)}; %dist_restart {spans(ranks)} brings back what was killed")
+        self._session.kernels.kill(ranks)
+        self._say(f"killed {name_ranks(ranks)}; %dist_restart {spans(ranks)} starts new ones")
 
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_restart(self, line: str) -> None:
-        """Start ranks anew, dead or alive, as in %dist_restart 1. The others keep their variables."""
+        """Replace ranks, dead or alive, by new processes, as in %dist_restart 1. The others keep their variables."""
         ranks = self._named(line, "%dist_restart 1")
-        with BootScreen() as screen:
-            self._session.fleet.restart(ranks, screen.show)
+        with startup_display() as show:
+            self._session.kernels.restart(ranks, show)
 
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_shutdown(self, line: str) -> None:
         """End all ranks. Cells run in the notebook's kernel again."""
         if not self._session.has_ranks:
             self._say("there are no ranks")
             return
-        size = self._session.fleet.size
+        size = self._session.kernels.size
         self._session.end()
         self._say(f"ended {size} rank{'s' if size > 1 else ''}; cells run in this kernel again")
 
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_reset(self, line: str) -> None:
-        """End all ranks and start as many anew, with nothing in them."""
-        with BootScreen() as screen:
-            self._session.start_over(screen.show)
+        """End all ranks and start the same number of new ones."""
+        with startup_display() as show:
+            self._session.start_over(show)
 
     # ---- cells
 
     @magic_arguments()
     @argument("mode", nargs="?", choices=("on", "off"), help="whether plain cells run on the ranks")
-    @argument("-e", "--enable", action="store_const", const="on", dest="mode_flag", help="as on")
-    @argument("-d", "--disable", action="store_const", const="off", dest="mode_flag", help="as off")
+    @argument("-e", "--enable", action="store_const", const="on", dest="mode_flag", help="same as on")
+    @argument("-d", "--disable", action="store_const", const="off", dest="mode_flag", help="same as off")
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_mode(self, line: str) -> None:
         """Have plain cells run on the ranks (on) or in the notebook's kernel (off)."""
         given = _parse(self.dist_mode, line)
         wanted = given.mode or given.mode_flag
         if wanted == "on":
-            _ = self._session.fleet  # there must be some
+            _ = self._session.kernels  # there must be some
         if wanted is not None:
             self._session.mode_on = wanted == "on"
         self._say("plain cells run " + ("on all ranks" if self._session.mode_on else "in this kernel"))
 
     @cell_magic
-    @_plainly
+    @_short_errors
     def dist_cell(self, line: str, cell: str) -> None:
-        """What plain cells become; `line` says where they run and where they begin. See routing.py."""
-        place = json.loads(line)
-        self._check_named(place["ranks"])
-        self._session.run(cell, place["ranks"], count=self._count(), first_line=place["line"])
+        """What routing.py rewrites a cell for ranks to: as `%%rank`, but its lines have their numbers already."""
+        self._run(cell, line)
 
     @cell_magic
-    @_plainly
+    @_short_errors
     def distributed(self, line: str, cell: str) -> None:
-        """Run the cell on all ranks, or on those that are named, also when plain cells stay in the kernel."""
-        self._session.run(cell, line.strip() or None, count=self._count(), first_line=2)
+        """Run the cell on all ranks, or on those named, even if plain cells run in the notebook's kernel."""
+        self._run(pad_above(cell, 1), line.strip() or "all")
 
     @cell_magic
-    @_plainly
+    @_short_errors
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some ranks: %%rank 0, [0,2], [0-2], 0:2, all, !0."""
-        self._session.fleet  # noqa: B018 - before the ranks that are named are looked for, there must be some
-        self._check_named(line)
-        self._session.run(cell, line, count=self._count(), first_line=2)
+        self._run(pad_above(cell, 1), line)
 
     @cell_magic
-    @_plainly
+    @_short_errors
     def local(self, line: str, cell: str) -> None:
         """Run the cell in the notebook's kernel."""
         assert self.shell is not None
         if line.strip():
-            raise UsageError(f"expected nothing behind %%local, got {line.strip()!r}")
+            raise UsageError(f"expected nothing after %%local, got {line.strip()!r}")
         self.shell.run_cell(cell).raise_error()
 
     @line_magic
-    @_plainly
+    @_short_errors
     def sync(self, line: str) -> None:
-        """Wait until all ranks are there: a barrier."""
-        # Not `dist`, which a cell may have named something else.
-        self._session.run("__import__('torch').distributed.barrier()", None, count=None, first_line=1)
-        self._say(f"all {self._session.fleet.size} ranks are there")
+        """Wait until all ranks have arrived: a barrier."""
+        # Not `dist`: a cell may have given that name to something else.
+        self._session.run("__import__('torch').distributed.barrier()", "all", count=None)
+        self._say(f"all {self._session.kernels.size} ranks have arrived")
 
     @magic_arguments()
-    @argument("mode", nargs="?", choices=("on", "off"), help="whether training cells end with a picture")
+    @argument("mode", nargs="?", choices=("on", "off"), help="whether to show the picture")
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_panel(self, line: str) -> None:
-        """Show, after a cell that trained, what each rank did (on) or not (off)."""
+        """Turn on or off the picture, below cells that train, of what each rank did."""
         given = _parse(self.dist_panel, line)
         if given.mode is not None:
             self._session.panel_on = given.mode == "on"
-        self._say("training cells end " + ("with a picture" if self._session.panel_on else "without a picture"))
+        self._say("the picture below cells that train is " + ("on" if self._session.panel_on else "off"))
 
     # ---- variables
 
     @magic_arguments()
     @argument("name", help="a variable of the ranks")
-    @argument("--ranks", "-r", default="0", help="from which ranks (default: 0); from several comes a dict")
-    @argument("--to", help="under which name it arrives here (default: the same)")
+    @argument("--ranks", "-r", default="0", help="ranks to read from (default: 0); several ranks give a dict")
+    @argument("--to", help="its name in the notebook's kernel (default: the same)")
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_pull(self, line: str) -> object:
-        """Bring a variable of a rank into the notebook's kernel, where it is also returned."""
+        """Copy a variable of a rank into the notebook's kernel, and return it."""
         assert self.shell is not None
         given = _parse(self.dist_pull, line)
         value = self._session.pull(given.name, given.ranks)
@@ -204,10 +197,10 @@ class DistMagics(Magics):
 
     @magic_arguments()
     @argument("name", help="a variable of the notebook's kernel")
-    @argument("--ranks", "-r", help="to which ranks (default: all)")
-    @argument("--to", help="under which name it arrives there (default: the same)")
+    @argument("--ranks", "-r", help="ranks to send to (default: all)")
+    @argument("--to", help="its name on the ranks (default: the same)")
     @line_magic
-    @_plainly
+    @_short_errors
     def dist_push(self, line: str) -> None:
         """Send a variable of the notebook's kernel to ranks."""
         assert self.shell is not None
@@ -219,21 +212,19 @@ class DistMagics(Magics):
 
     # ----
 
-    def _check_named(self, spec: str | None) -> None:
-        if spec is not None and not spec.strip():
-            raise UsageError("expected ranks behind %%rank, as in %%rank 0, [0,2], [0-2], 0:2, all or !0, got none")
+    def _run(self, cell: str, spec: str) -> None:
+        if not spec.strip():
+            raise UsageError("expected ranks after %%rank, as in %%rank 0, [0,2], [0-2], 0:2, all or !0, got none")
+        assert self.shell is not None
+        # Not execution_count: newer versions of IPython increment it before the cell runs, older ones after.
+        history: Any = self.shell.history_manager
+        self._session.run(cell, spec, count=len(history.input_hist_raw) - 1)
 
     def _named(self, line: str, example: str) -> tuple[int, ...]:
-        self._session.fleet  # noqa: B018 - without ranks, that is what is wrong
+        self._session.kernels  # noqa: B018 - raises if there are none
         if not line.strip():
             raise UsageError(f"expected ranks, as in {example}, got none")
         return self._session.choose(line)
-
-    def _count(self) -> int:
-        assert self.shell is not None
-        # Not execution_count: newer versions of IPython count on before the cell runs, older ones after it.
-        history: Any = self.shell.history_manager
-        return len(history.input_hist_raw) - 1
 
     def _say(self, text: str) -> None:
         print(text)  # noqa: T201 - the output of a magic

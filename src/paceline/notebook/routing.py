@@ -1,29 +1,25 @@
 """Cells are rewritten before they run, so that each part of them runs where it belongs."""
 
-import json
 import re
 from collections.abc import Callable
 
-from IPython.core.inputtransformer2 import leading_indent
-
 from paceline.errors import UsageError
-from paceline.notebook.cell.parts import Part, Where, split
-from paceline.notebook.session import Session
+from paceline.notebook.cell_parts import CellPart, Where, pad_above, split
+from paceline.notebook.session import NotebookSession
 
-# After these lines of a cell there are ranks, whether there were some before it or not.
-_SWITCHES_ON = re.compile(r"\s*%(dist_init|dist_reset|dist_mode\s+(on|-e|--enable))\b")
-_RANK_MAGIC = re.compile(r"((?:\s*(?:#.*)?\n)*\s*%%rank)(?=[\[(!*\d])")
+# After these lines of a cell there are ranks, whether there were any before or not.
+_SWITCHES_ON = re.compile(r"run_line_magic (?:dist_init|dist_reset|dist_mode (?:on|-e|--enable))\b")
 _LEAVES = ("exit", "quit", "exit()", "quit()")
 
 
 class Router:
-    """An input transformer of IPython: lines of a cell in, lines to run out."""
+    """An input transformer of IPython: takes the lines of a cell, and returns the lines to run."""
 
-    # So IPython leaves it out when it asks whether a cell is complete: that is not seen from what becomes of it.
+    # So IPython skips it when it checks whether a cell is complete, which the rewritten cell would not show.
     has_side_effects = True
 
-    def __init__(self, session: Session, is_silent: Callable[[], bool], *, in_terminal: bool = False) -> None:
-        """`is_silent`: whether it is the frontend that asks for something, and not a person with a cell."""
+    def __init__(self, session: NotebookSession, is_silent: Callable[[], bool], *, in_terminal: bool = False) -> None:
+        """`is_silent` tells whether the frontend is running code of its own, rather than a cell of the user."""
         self._in_terminal = in_terminal
         self._session = session
         self._is_silent = is_silent
@@ -36,37 +32,33 @@ class Router:
         self._running = max(0, self._running - 1)  # the cell that loaded the extension had begun before
 
     def __call__(self, lines: list[str]) -> list[str]:
-        # What a running cell has IPython transform, as `%time` does below `%%local`, runs where that cell runs.
+        # Code that a running cell passes to IPython, as `%time` does below `%%local`, runs where that cell runs.
         if self._running or self._is_silent():
             return lines
-        cell = "".join(leading_indent(lines))
+        cell = "".join(lines)
         if self._in_terminal and cell.strip() in _LEAVES:
-            return lines  # the person means IPython
+            return lines  # the user means IPython
+        routed = self._session.mode_on
         try:
             parts = split(cell)
         except UsageError as error:
-            return _refuse(error) if self._session.mode_on else lines
-        routed = self._session.mode_on
-        if not (routed or any(_SWITCHES_ON.match(part.text) for part in parts)):
-            mended = _RANK_MAGIC.match(cell)
-            return lines if mended is None else [mended[1] + " " + cell[mended.end() :]]
+            return _refuse(error) if routed else lines
+        if not (routed or any(part.ranks is not None or _SWITCHES_ON.match(part.command) for part in parts)):
+            return lines
         out: list[str] = []
         for part in parts:
-            routed = routed or bool(_SWITCHES_ON.match(part.text))
-            if routed and part.where is Where.RANKS:
-                out += _on_ranks(part)
-                continue
-            if not part.text.lstrip().startswith("%%"):
-                # Tracebacks count lines from here. Not empty ones, which IPython would take away.
-                out += ["#\n"] * (part.first_line - 1 - sum(line.count("\n") for line in out))
-            out.append(part.text if part.text.endswith("\n") else part.text + "\n")
+            routed = routed or bool(_SWITCHES_ON.match(part.command))
+            if part.where is Where.RANKS and (routed or part.ranks is not None):
+                out.append(_on_ranks(part))
+            else:
+                text = pad_above(part.text, part.first_line - 1 - sum(text.count("\n") for text in out))
+                out.append(text if text.endswith("\n") else text + "\n")
         return "".join(out).splitlines(keepends=True)
 
 
-def _on_ranks(part: Part) -> list[str]:
-    place = json.dumps({"ranks": part.ranks, "line": part.first_line})
-    text = part.text or "\n"  # IPython refuses a cell magic with nothing below it, and would name ours
-    return [f"get_ipython().run_cell_magic('dist_cell', {place!r}, {text!r})\n"]
+def _on_ranks(part: CellPart) -> str:
+    ranks = "all" if part.ranks is None else part.ranks
+    return f"get_ipython().run_cell_magic('dist_cell', {ranks!r}, {pad_above(part.text, part.first_line - 1)!r})\n"
 
 
 def _refuse(error: UsageError) -> list[str]:

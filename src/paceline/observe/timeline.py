@@ -14,7 +14,7 @@ from paceline.trace import Moment, Stamp
 Interval = tuple[int, int]
 
 
-class Kind(Enum):
+class SpanKind(Enum):
     """What a span of time was spent on."""
 
     FORWARD = "forward"
@@ -28,7 +28,7 @@ class Kind(Enum):
 class Span(NamedTuple):
     """Nanoseconds of `time.perf_counter_ns`. `bucket` is -1 for what is not communication."""
 
-    kind: Kind
+    kind: SpanKind
     begin_ns: int
     end_ns: int
     step: int
@@ -53,21 +53,39 @@ def read_timeline(stamps: Iterable[Stamp]) -> list[Span]:
 
 def mean_ms(spans: Iterable[Span]) -> dict[str, float]:
     """Milliseconds per step of every kind, under its name, and of the whole "step"."""
-    total = dict.fromkeys(Kind, 0)
+    total = dict.fromkeys(SpanKind, 0)
     steps = set()
     for span in spans:
         total[span.kind] += span.end_ns - span.begin_ns
         steps.add(span.step)
     scale = 1e6 * max(1, len(steps))
     means = {kind.value: ns / scale for kind, ns in total.items()}
-    return means | {"step": sum(ns for kind, ns in total.items() if kind is not Kind.HIDDEN) / scale}
+    return means | {"step": sum(ns for kind, ns in total.items() if kind is not SpanKind.HIDDEN) / scale}
+
+
+def read_overlap(stamps: Sequence[Stamp]) -> dict[str, float]:
+    """Of the last backward that was reduced: communication, its exposed part, and the hidden share.
+
+    Only buckets whose completion was seen count, which on a GPU no host sees.
+    """
+    last = max((stamp.backward for stamp in stamps if stamp.moment is Moment.BACKWARD_END), default=None)
+    seen = [stamp for stamp in stamps if stamp.backward == last and stamp.moment is not Moment.WAIT_LEFT]
+    hidden_ns, exposed_ns = (sum(end - begin for (begin, end), _ in flights) for flights in _communication(seen))
+    whole_ns = hidden_ns + exposed_ns
+    if not whole_ns:
+        return {}
+    return {
+        "communication_s": whole_ns / 1e9,
+        "exposed_communication_s": exposed_ns / 1e9,
+        "overlap": 1 - exposed_ns / whole_ns,
+    }
 
 
 # ---- where steps end
 
 
 def _steps(stamps: Sequence[Stamp]) -> list[list[Stamp]]:
-    """What belongs together. A rest that was not reduced is left out: an evaluation, or a step that is not over."""
+    """The stamps of each step. What is left and was not reduced is not a step: an evaluation, or a step in progress."""
     found: list[list[Stamp]] = []
     step: list[Stamp] = []
     for stamp, following in pairwise([*stamps, None]):
@@ -98,15 +116,15 @@ def _reductions(stamps: Sequence[Stamp]) -> list[list[Stamp]]:
 
 def _spans(stamps: Sequence[Stamp], begin: int, end: int, step: int) -> list[Span]:
     hidden, exposed = _communication(stamps)
-    found = [Span(Kind.HIDDEN, *interval, step, bucket) for interval, bucket in hidden]
-    found += [Span(Kind.EXPOSED, *interval, step, bucket) for interval, bucket in exposed]
+    found = [Span(SpanKind.HIDDEN, *interval, step, bucket) for interval, bucket in hidden]
+    found += [Span(SpanKind.EXPOSED, *interval, step, bucket) for interval, bucket in exposed]
     taken = _merged(interval for interval, _ in exposed)
     # Each kind has what those before it have left: waits are inside backward, a closure runs inside its optimizer.
     for kind, intervals in (
-        (Kind.FORWARD, _pairs(stamps, Moment.FORWARD_BEGIN, Moment.FORWARD_END)),
-        (Kind.BACKWARD, _pairs(stamps, Moment.BACKWARD_ENTERED, Moment.BACKWARD_LEFT) + _reduced(stamps)),
-        (Kind.OPTIMIZER, _pairs(stamps, Moment.OPTIMIZER_BEGIN, Moment.OPTIMIZER_END)),
-        (Kind.IDLE, [(begin, end)]),
+        (SpanKind.FORWARD, _pairs(stamps, Moment.FORWARD_BEGIN, Moment.FORWARD_END)),
+        (SpanKind.BACKWARD, _pairs(stamps, Moment.BACKWARD_ENTERED, Moment.BACKWARD_LEFT) + _reduced(stamps)),
+        (SpanKind.OPTIMIZER, _pairs(stamps, Moment.OPTIMIZER_BEGIN, Moment.OPTIMIZER_END)),
+        (SpanKind.IDLE, [(begin, end)]),
     ):
         left = _minus(_merged(intervals), taken)
         found += [Span(kind, *interval, step) for interval in left]
@@ -136,7 +154,7 @@ def _communication(stamps: Sequence[Stamp]) -> tuple[Flights, Flights]:
         begin, end = max(begin, reached), landed.get((backward, bucket), 0)
         if end <= begin:
             continue
-        # If it is not there, the ring buffer has dropped it with all that was before.
+        # If it is missing, the ring buffer has dropped it together with everything before it.
         border = min(max(begin, last_gradient.get(backward, begin)), end)
         hidden += [((begin, border), bucket)] if border > begin else []
         exposed += [((border, end), bucket)] if end > border else []
@@ -172,7 +190,7 @@ def _pairs(stamps: Sequence[Stamp], opens: Moment, closes: Moment) -> list[Inter
 
 
 def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Sorted, without overlaps and empty ones."""
+    """The same time as sorted intervals without overlaps and without empty ones."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -183,7 +201,7 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _minus(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """What of `intervals` is not in `taken`; both are merged."""
+    """The parts of `intervals` that are not in `taken`; both must be merged."""
     found: list[Interval] = []
     for begin, end in intervals:
         for out, back in taken:

@@ -1,16 +1,25 @@
-"""The only user of private autograd calls, so that a change in torch is a change in one small file."""
+"""What is registered with autograd: the hooks of a replica on parameters and outputs, and the end of a backward.
+
+The only user of private autograd calls, so that a change in torch is a change in one file.
+"""
 
 import operator
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.reducer.bucket import GradSlot
+    from paceline.reducer.buckets import BucketSet
 
 # The number of the backward this thread runs, -1 outside. A nested backward has a number of its own. Asked for every
 # gradient, so it is not wrapped in a function of ours.
@@ -56,7 +65,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[]
     return weakref.ref(at_end)
 
 
-def hook_owners(param: torch.Tensor) -> Iterator[Any]:
+def _hook_owners(param: torch.Tensor) -> Iterator[Any]:
     """The objects whose methods are hooked to `param`, oldest first; None for hooks that are plain functions."""
     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
         yield getattr(hook, "__self__", None)
@@ -64,10 +73,10 @@ def hook_owners(param: torch.Tensor) -> Iterator[Any]:
 
 # A dict that goes with the contents of a tensor when `torch.utils.swap_tensors` gives it those of another. Who keeps it
 # can tell later whether that was done. A weak reference would not do: tensors that have one are refused there.
-mark_of_contents: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
+_mark_of_contents: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
 
 
-def install_hooks(param: torch.Tensor) -> Sized:
+def _install_hooks(param: torch.Tensor) -> Sized:
     """Have autograd run the hooks that are registered: it forgets them when the contents are swapped, and the dict that
     lists them is not told. Returns that dict."""
     param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
@@ -104,3 +113,127 @@ def _started_by() -> Iterator[bool]:
         if frame.f_back is None:
             return
         frame = frame.f_back
+
+
+class Owner(Protocol):
+    """Whose method is hooked to the parameters."""
+
+    @property
+    def bucket_set(self) -> "BucketSet": ...
+
+    def on_grad_ready(self, param: torch.Tensor) -> None: ...
+
+    def on_output_backward(self, _: torch.Tensor) -> None: ...
+
+
+class ParamHooks:
+    """Of several replicas that hold a parameter one reduces it: the one that was made, or called, last."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._slots = owner.bucket_set.slots
+        self._params = [slot.param for slot in self._slots]
+        self._handles: list[RemovableHandle] = []
+        self._marks: list[dict[str, object]] = []  # see _mark_of_contents
+        self._closed = False
+
+    def register(self) -> None:
+        """Hook every parameter. Nothing is done when they are hooked already, nor after `close`."""
+        if not self._handles and not self._closed:
+            hook = self._owner.on_grad_ready
+            self._handles = [param.register_post_accumulate_grad_hook(hook) for param in self._params]
+            self._install()
+            self.claim()
+
+    def watch_output(self, output: torch.Tensor) -> None:
+        """Have the backward that goes through `output` end with a reduction, also when its gradients all come from
+        nested backwards, or when it touches no parameter."""
+        hook = self._owner.on_output_backward
+        if hook not in (output._backward_hooks or {}).values():  # a module may return its input
+            output.register_hook(hook)
+
+    def follow_swaps(self, *, takes_over: bool) -> None:
+        """Hook parameters again that were given other contents, as `torch.utils.swap_tensors` does: the hooks have
+        gone with the contents before. `takes_over`: parameters that other replicas hold too are this one's from now
+        on. Asked in every forward, so it costs little."""
+        if not all(map(operator.is_, map(_mark_of_contents, self._params), self._marks)):
+            self._install()
+        if takes_over and any(slot.owned_elsewhere for slot in self._slots):
+            self.claim()
+
+    def _install(self) -> None:
+        for slot in self._slots:
+            slot.hooks = _install_hooks(slot.param)
+        self._marks = [_mark_of_contents(param) for param in self._params]
+
+    def shared(self) -> bool:
+        """Whether another replica has hooked some of the parameters."""
+        return any(self._others(slot) for slot in self._slots if slot.param._post_accumulate_grad_hooks)
+
+    def __bool__(self) -> bool:
+        """Whether the parameters are hooked."""
+        return bool(self._handles)
+
+    def claim(self) -> None:
+        """Take the parameters over from the other replicas that hold them."""
+        for slot in self._slots:
+            for other in self._others(slot):
+                other.owned_elsewhere = True
+                if other.attached():  # its bucket goes on being used, for other parameters
+                    slot.param.grad = other.view.clone()
+            slot.owned_elsewhere = False
+
+    def runs_last(self, slot: "GradSlot") -> bool:
+        """Whether our hook runs after all hooks of the user's, so that these see the gradient and may change it.
+
+        If not, it is moved behind them, for the next backward.
+        """
+        if list(_hook_owners(slot.param))[-1] is self._owner:
+            return True
+        self._handles[slot.index].remove()
+        self._handles[slot.index] = slot.param.register_post_accumulate_grad_hook(self._owner.on_grad_ready)
+        return False
+
+    def close(self) -> None:
+        """Remove every hook, and leave shared parameters to the replica that was made last before this one."""
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for slot in self._slots:
+            others = self._others(slot)
+            if others and not slot.owned_elsewhere:
+                others[-1].owned_elsewhere = False
+
+    def _others(self, slot: "GradSlot") -> "list[GradSlot]":
+        """The places that other replicas have for the same parameter."""
+        owners = _hook_owners(slot.param)
+        return [
+            owner.bucket_set.slot_of[id(slot.param)]
+            for owner in owners
+            if isinstance(owner, type(self._owner)) and owner is not self._owner
+        ]
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, dictionaries and dataclasses."""
+    return _find(output, set())
+
+
+def _find(output: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    if isinstance(output, (list, tuple)):
+        items = list(output)
+    elif isinstance(output, dict):
+        items = list(output.values())
+    elif is_dataclass(output) and not isinstance(output, type):
+        items = [getattr(output, field.name, None) for field in fields(output)]
+    else:
+        return
+    if id(output) in seen:  # a container that holds itself
+        return
+    seen.add(id(output))
+    for item in items:
+        yield from _find(item, seen)

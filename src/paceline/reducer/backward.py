@@ -64,6 +64,10 @@ class Backwards:
             current.met_another |= elsewhere or not autograd.is_nested()
         return current
 
+    def running(self) -> bool:
+        """Whether one is under way, and has not failed."""
+        return self.current is not None and not self.failed()
+
     def failed(self) -> bool:
         """Whether it ended with an exception, so that its callback will never run."""
         return self.current is not None and self.current.running() is None
@@ -101,7 +105,7 @@ class Unsettled(Protocol):
     def progress(self) -> None: ...
 
 
-class Beside(threading.local):
+class UnsettledReducers(threading.local):
     """The reducers that have sent and not received, of each thread: a thread may be a rank of its own.
 
     Why replicas of one backward send first and wait afterwards
@@ -149,4 +153,4 @@ class Beside(threading.local):
         return progress
 
 
-beside = Beside()
+unsettled_reducers = UnsettledReducers()

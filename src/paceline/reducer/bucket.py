@@ -1,8 +1,9 @@
-"""The memory of one bucket, and the gradients that are views of it."""
+"""The memory of one bucket, the place of each parameter in it, and the gradients that are views of it."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
@@ -11,7 +12,8 @@ from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
 from paceline.errors import IllegalMove
 from paceline.layout import BucketSpec, ParamMeta
 from paceline.reducer.autograd import raw_stream
-from paceline.reducer.slot import GradSlot
+from paceline.reducer.bucket_shards import BucketShards
+from paceline.reducer.shard import Shard
 
 # On a host gradients are copied while they are still in the cache: when so many bytes, or so many gradients, wait.
 CACHED_BYTES = 64 * 1024
@@ -25,22 +27,91 @@ class BucketState(Enum):
 
     FILLING = auto()  # some gradients are missing
     FULL = auto()  # all gradients are in; waits for its turn
-    FLYING = auto()  # the transport owns the memory
-    LANDED = auto()  # reduced
+    IN_FLIGHT = auto()  # the transport owns the memory
+    REDUCED = auto()  # reduced
 
 
 _NEXT_STATES = {
     BucketState.FILLING: (BucketState.FULL,),
-    BucketState.FULL: (BucketState.FLYING,),
-    BucketState.FLYING: (BucketState.LANDED,),
-    BucketState.LANDED: (BucketState.FILLING,),
+    BucketState.FULL: (BucketState.IN_FLIGHT,),
+    BucketState.IN_FLIGHT: (BucketState.REDUCED,),
+    BucketState.REDUCED: (BucketState.FILLING,),
 }
+
+
+@dataclass(eq=False, slots=True)
+class GradSlot:
+    """One parameter's place in its bucket, and what of the current step is in it."""
+
+    index: int
+    meta: ParamMeta
+    param: torch.Tensor
+    nbytes: int = 0
+    owned_elsewhere: bool = False  # another replica that shares the parameter reduces it
+    shard: Shard | None = None  # what this rank owns of the parameter; None: all of it
+    hooks: Sized = ()  # on the parameter, also those of the user
+    # Where the gradient lives: set by the bucket, again after every re-layout.
+    bucket: "Bucket" = field(init=False)
+    view: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    offset: int = 0
+    address: int = 0
+    flushes: bool = False  # on a host: those that wait to be copied fill the cache when this one has come
+    # What of the current step is known.
+    fired: bool = False  # autograd has delivered a gradient in this backward
+    held: bool = False  # the bucket holds gradients of this step and `param.grad` is None
+    used: bool = False  # took part in some backward since the last reduction
+    dirty: bool = False  # has gradients that were not reduced
+    late: bool = False  # a nested backward delivered more after the bucket had left
+    kept: torch.Tensor | None = None  # the gradient to give back if no rank used the parameter
+
+    def __post_init__(self) -> None:
+        self.nbytes = self.meta.nbytes
+
+    def only_counts(self) -> bool:
+        """Count the bucket down by a gradient that has just come, if nothing else follows from it.
+
+        Of most gradients nothing does, so this is what a hook costs. Returns False, and nothing is done, for those that
+        complete or flush their bucket, come a second time or on another stream, or have hooks of the user's.
+        """
+        bucket = self.bucket
+        if bucket.missing <= 1 or self.fired or self.flushes or self.owned_elsewhere or len(self.hooks) != 1:
+            return False
+        if not (bucket.on_host or raw_stream(bucket.device_index) == bucket.stream):
+            return False
+        self.fired = self.used = self.dirty = True
+        bucket.arrived.append(self)
+        bucket.missing -= 1
+        return True
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """What is in `param.grad`, unless that only stands in for a gradient that is kept in shards."""
+        grad = self.param.grad
+        return grad if self.shard is None or grad is not self.shard.stand_in else None
+
+    def attached(self) -> bool:
+        """Whether `param.grad` is the view into the bucket, and no one gave that view other memory."""
+        return self.param.grad is self.view and not self.meta.sparse and self.view.data_ptr() == self.address
+
+    def leave_bucket(self) -> None:
+        """Keep no reference to the bucket's memory, so that it can be freed before the next one is allocated."""
+        del self.bucket
+        self.view = torch.empty(0, device="cpu")
+
+    def clear(self) -> None:
+        self.used = self.dirty = self.fired = self.held = self.late = False
+        self.kept = None
+
+    def clear_backward(self) -> None:
+        """The gradients of this backward are elsewhere now, but the step goes on."""
+        self.fired = self.held = self.late = False
+        self.kept = None
 
 
 class Bucket:
     """One flat buffer of gradients that are reduced together.
 
-    Note: the bucket owns its gradients from `collect` until `hand_back`
+    Note: the bucket owns its gradients from `collect` until `publish_grads`
     --------------------------------------------------------------------
     A hook only counts: it adds the parameter to `arrived`, whose gradients stay in `param.grad` until `collect` moves
     all of them at once: on a device when the bucket is full, on a host while they are in the cache. From then on
@@ -51,30 +122,38 @@ class Bucket:
     the end.
     """
 
-    def __init__(self, spec: BucketSpec, slots: Sequence[GradSlot], flat: torch.Tensor | None) -> None:
-        """`flat` is the memory; None for a sparse gradient, which brings its own."""
+    def __init__(
+        self,
+        spec: BucketSpec,
+        slots: Sequence[GradSlot],
+        flat: torch.Tensor,
+        shards: BucketShards | None = None,
+    ) -> None:
+        """`flat` is the memory. `shards`: what this rank keeps of the result; None: all of it."""
         self.spec = spec
+        self.shards = shards
+        self.in_turn = shards is not None and shards.in_turn  # the memory is also that of other buckets
         self.key = hash((spec.index, *(place.param for place in spec.slots)))  # what is in it, and in which order
         self.slots = list(slots)
         self.state = BucketState.FILLING
         self.missing = len(self.slots)
         self.arrived: list[GradSlot] = []  # their gradients are in `param.grad`, and not in memory yet
+        self._zeros: list[GradSlot] = []  # have none, and the memory may not be written to yet
         self.flight: Flight | None = None
         self.skipped = False  # left out of this reduction, because no rank used any of it
         self.streams: list[torch.cuda.Stream] = []  # that the gradients in it were made on
-        self.flat = _no_rows(slots[0].meta) if flat is None else flat
+        self.flat = flat
         self.on_host = spec.device.type != "cuda"
         self.device_index = spec.device.index or 0
         self.stream = -1  # the number of the stream that the last gradient was made on
-        self._sparse = spec.sparse
-        self._version = -1  # of the memory, when the gradients in it were last shown
-        self._low = 0 if flat is None else flat.data_ptr()
-        self._high = self._low + (0 if flat is None else flat.nbytes)
+        self.shown_version = -1  # of the memory, when unreduced gradients in it were last made visible
+        self._low, self._high = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         for slot, place in zip(self.slots, spec.slots, strict=True):
             slot.bucket = self
             slot.offset = place.offset
             self.renew_view(slot)
-        if self.on_host:
+            slot.flushes = False
+        if self.on_host and not self.in_turn:
             self._choose_flushes()
 
     def _choose_flushes(self) -> None:
@@ -88,10 +167,7 @@ class Bucket:
 
     def renew_view(self, slot: GradSlot) -> None:
         """Point `slot` at its part of the buffer, shaped and strided like the parameter."""
-        if self._sparse:
-            slot.view = self.flat
-            return
-        if _dense(slot.meta):
+        if slot.meta.dense:
             slot.view = self.flat.as_strided(
                 slot.meta.shape, slot.meta.stride, self.flat.storage_offset() + slot.offset
             )
@@ -114,11 +190,18 @@ class Bucket:
         self.stream = -1
         self.streams.clear()
         self.arrived.clear()
+        self._zeros.clear()
 
     def grad_bucket(self, blocks: Sequence[LaneBlock] = (), *, last: bool) -> GradBucket:
-        views = [self.flat] if self._sparse else [slot.view for slot in self.slots]
+        views = [slot.view for slot in self.slots]
         params = [slot.param for slot in self.slots]
-        return GradBucket(self.spec.index, self.flat, views, params, blocks=blocks, last=last)
+        spans = () if self.shards is None else self.shards.spans
+        return GradBucket(self.spec.index, self.flat, views, params, blocks=blocks, spans=spans, last=last)
+
+    @property
+    def result(self) -> list[torch.Tensor]:
+        """What this rank keeps of the reduced gradients: all of them, or its shards."""
+        return [self.flat] if self.shards is None else self.shards.parts
 
     # ---- gradients come
 
@@ -132,13 +215,17 @@ class Bucket:
 
     def _change_stream(self, scale: float) -> None:
         """The gradients that come now are made on the current stream, and not on that of those before them."""
-        self.collect(scale)
+        if not self.in_turn:
+            self.collect(scale)
         self.stream = raw_stream(self.device_index)
         stream = torch.cuda.current_stream(self.spec.device)
         self.streams = [*(other for other in self.streams if other != stream), stream]
 
     def collect(self, scale: float) -> None:
         """Move the gradients that have arrived, times `scale`, into the bucket, which owns them from now on."""
+        for slot in self._zeros:
+            self._own_view(slot).zero_()
+        self._zeros.clear()
         if not self.arrived:
             return
         with torch.cuda.stream(self.streams[-1]) if self._made_elsewhere() else nullcontext():
@@ -161,14 +248,14 @@ class Bucket:
         low, high, strided = self._low, self._high, torch.strided
         # On a host a large gradient is multiplied on its way, and not in a second round through memory.
         large = CACHED_BYTES if self.on_host and scale != 1.0 else sys.maxsize
-        if self._sparse or scale == 0.0:
+        if scale == 0.0:
             large = 0  # all of them
         for slot in self.arrived:
             param, view = slot.param, slot.view
             grad = param.grad
             if grad is None:  # thrown away by a hook of the user's since
                 if not slot.held:
-                    self.zero(slot)
+                    self._own_view(slot).zero_()
             elif (
                 slot.held
                 or slot.nbytes >= large
@@ -187,9 +274,7 @@ class Bucket:
     def _collect_one(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
         if scale == 0.0:  # not a product: a rank without tokens may well have a gradient that is not finite
             if not slot.held:
-                self.zero(slot)
-        elif self._sparse:
-            self._collect_sparse(slot, grad, scale)
+                self._own_view(slot).zero_()
         elif slot.held:
             slot.view.add_(grad, alpha=scale)
         elif grad is not slot.view or slot.view.data_ptr() != slot.address:
@@ -199,54 +284,24 @@ class Bucket:
 
     def complete(self, scale: float) -> None:
         """All gradients have come: have them in memory for whoever goes on from the current stream."""
+        if self.in_turn:  # the memory is free for the current stream, and for no other
+            self._join_streams()
         self.collect(scale)
+        if self.shards is not None:
+            self.shards.clear_gaps()
+        self._join_streams()
+
+    def _join_streams(self) -> None:
         if len(self.streams) > 1 or self._made_elsewhere():
             current = torch.cuda.current_stream(self.spec.device)
             for stream in self.streams:
                 if stream != current:
                     current.wait_stream(stream)
+            self.stream, self.streams = raw_stream(self.device_index), [current]
 
     def _made_elsewhere(self) -> bool:
         """Whether the last gradient was made on another stream than the current one."""
         return self.stream != -1 and raw_stream(self.device_index) != self.stream
-
-    def keep(self, scale: float, *, held: bool) -> None:
-        """Move what has arrived into the bucket's memory: `held`, times `scale`, or visible as `param.grad`."""
-        if held:
-            self.collect(scale)
-        else:
-            self.accumulate()
-
-    def accumulate(self) -> None:
-        """Keep what has arrived in the bucket's memory, unreduced and visible as `param.grad`: there is no second
-        copy of the gradients."""
-        slots = [] if self._sparse else [slot for slot in self.arrived if slot.param.grad is not None]
-        self.arrived = [slot for slot in slots if not slot.attached()]
-        self.collect(1.0)
-        for slot in slots:
-            self.show(slot)
-        self.arrived.clear()
-
-    # ---- gradients are shown, kept and lent
-
-    def show(self, slot: GradSlot) -> None:
-        """Make a held gradient visible as `param.grad` again, unreduced."""
-        if slot.held and not self._sparse:
-            slot.param.grad = slot.view
-            slot.held = False
-
-    def note_shown(self) -> None:
-        """From now on notice whether somebody writes to the gradients that are visible."""
-        self._version = self.flat._version
-
-    def is_untouched(self) -> bool:
-        return self.flat._version == self._version
-
-    def take(self, slot: GradSlot) -> None:
-        """The reverse of `show`: hold the gradient that is visible, so that autograd does not add to it."""
-        if slot.attached():
-            slot.param.grad = None
-            slot.held = True
 
     def contribute_nothing_new(self, slot: GradSlot, scale: float) -> None:
         """Complete a slot that got no gradient in this backward: with what was there before, else with zeros."""
@@ -255,57 +310,46 @@ class Bucket:
             if not slot.used:
                 slot.kept = grad.clone() if slot.attached() else grad
             self.arrived.append(slot)
-            self.collect(scale)
+            if not self.in_turn:
+                self.collect(scale)
         elif not slot.held:
             self.zero(slot)
 
-    def lend(self, slot: GradSlot) -> None:
-        """Contribute zeros and keep the gradient that is there, to be given back untouched."""
-        grad = slot.param.grad
-        slot.kept = grad.clone() if grad is not None and slot.attached() else grad
-        slot.param.grad = None
-        self.zero(slot)
-
     def zero(self, slot: GradSlot) -> None:
-        if self._sparse:
-            self.flat = _no_rows(slot.meta)
+        """Have zeros in the place of a gradient, when the bucket is launched at the latest."""
+        if self.in_turn:
+            self._zeros.append(slot)
         else:
             self._own_view(slot).zero_()
 
     # ---- the result
 
-    def put_result(self, result: torch.Tensor | None) -> None:
-        """Take the reduced gradients, when a reduction did not leave them in the bucket's own memory."""
-        if result is None or result is self.flat:
-            return
-        if self._sparse:
-            self.flat = result
-        elif result.data_ptr() != self.flat.data_ptr():
+    def store_result(self, result: torch.Tensor | None) -> None:
+        """Take the reduced gradients, when a reduction did not leave them in the bucket's own memory, and put this
+        rank's part where it stays."""
+        if result is not None and result.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(result.view_as(self.flat))
+        if self.shards is not None:
+            self.shards.store()
 
-    def hand_back(self, slot: GradSlot, *, touched: bool) -> None:
+    def publish_grads(self, slot: GradSlot, *, touched: bool) -> None:
         """Give the gradient back to the parameter. `touched=False`: no rank used it, so it is as it was before."""
-        if touched:
-            slot.param.grad = self.flat if self._sparse else slot.view
-        elif slot.kept is None or self._sparse:
-            slot.param.grad = slot.kept
+        if self.shards is not None:
+            self.shards.publish(slot.index, touched=touched)
+        elif touched:
+            slot.param.grad = slot.view
         else:
-            slot.param.grad = slot.view.copy_(slot.kept)
+            slot.param.grad = None if slot.kept is None else slot.view.copy_(slot.kept)
 
-    def hand_all_back(self) -> None:
+    def publish_all(self) -> None:
         """The same for all gradients, where every rank used every parameter."""
         for slot in self.slots:
-            if not slot.asleep:
-                slot.param.grad = self.flat if self._sparse else slot.view
-
-    def _collect_sparse(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
-        if grad.layout != torch.sparse_coo:
-            raise RuntimeError(
-                f"parameter {slot.meta.name} belongs to a module with sparse=True and so was expected to have a sparse "
-                f"gradient, got a dense one; do not share it with a dense layer, or set sparse=False"
-            )
-        scaled = grad if scale == 1.0 else grad * scale
-        self.flat = self.flat + scaled if slot.held else scaled
+            if slot.owned_elsewhere:
+                continue
+            if self.shards is None:
+                slot.param.grad = slot.view
+            else:
+                self.shards.publish(slot.index, touched=True)
 
     def _fill(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
         if grad.layout != torch.strided:
@@ -328,19 +372,3 @@ class Bucket:
         if slot.view.data_ptr() != slot.address:
             self.renew_view(slot)
         return slot.view
-
-
-def _dense(meta: ParamMeta) -> bool:
-    """Whether the strides cover the elements exactly once, in some order, so that the view can have them too."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(meta.shape, meta.stride, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _no_rows(meta: ParamMeta) -> torch.Tensor:
-    indices = torch.empty((1, 0), dtype=torch.int64, device=meta.device)
-    values = torch.empty((0, *meta.shape[1:]), dtype=meta.dtype, device=meta.device)
-    return torch.sparse_coo_tensor(indices, values, meta.shape, device=meta.device, check_invariants=False)

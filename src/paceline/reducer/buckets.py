@@ -1,17 +1,35 @@
-"""All buckets of one replica under its current layout, and the move to the next one."""
+"""All buckets of one replica: their memory under the current layout, and when they are launched.
 
-from collections.abc import Iterator, Sequence
+They are launched strictly in index order, whatever order they fill in, so ranks cannot disagree about the order of
+collectives. What has been launched is waited for in the same order.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.collectives.api import Transport
-from paceline.errors import BucketsTooLarge
-from paceline.layout import ALIGN_BYTES, BucketCaps, Layout, plan_layout
-from paceline.reducer.bucket import Bucket, BucketState
-from paceline.reducer.lanes import Lanes
-from paceline.reducer.report import all_used
-from paceline.reducer.slot import GradSlot, first_with_something
+from paceline.collectives.group import Group
+from paceline.collectives.protocols import Transport, Work
+from paceline.collectives.reduction import Reduction
+from paceline.errors import UsageError
+from paceline.layout import BucketCaps, BucketSpec, Layout, plan_layout
+from paceline.placement import Ownership
+from paceline.reducer.allocate import allocate
+from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+from paceline.reducer.bucket_shards import BucketShards
+from paceline.reducer.shard import Shard
+from paceline.reducer.sparse_bucket import SparseBucket
+from paceline.reducer.step_observer import StepObserver
+from paceline.trace import Moment, Trace
+
+if TYPE_CHECKING:
+    from paceline.reducer.lane_batch import LaneBatch
+    from paceline.reducer.step import RankBatch
+
+
+PATIENCE_S = 0.2  # for memory that another bucket has: gradients that wait for it have memory of their own
 
 
 class BucketSet:
@@ -20,33 +38,47 @@ class BucketSet:
     The memory is allocated when it is first needed. A world of one never needs it: see `Reducer.is_alone`.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], layout: Layout) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        layout: Layout,
+        ownership: Ownership | None = None,
+        shards: Sequence[Shard] = (),
+        turns: int | None = None,
+    ) -> None:
+        """`ownership`: who keeps what of the reduced gradients, of which `shards`, by parameter, is this rank's part.
+        None: every rank keeps all of them. `turns`: so many buckets have memory at a time; None: all have."""
         pairs = zip(layout.params, params, strict=True)
         self.slots = [GradSlot(index, meta, param) for index, (meta, param) in enumerate(pairs)]
         self.slot_of = {id(slot.param): slot for slot in self.slots}
+        self._ownership = ownership
+        self._shards = shards
+        self.turns = turns
+        for slot, shard in zip(self.slots, shards, strict=False):
+            slot.shard = shard
         self.layout = layout
         self._first = layout  # what all ranks begin with, before they have learned anything from each other
         self.buckets: list[Bucket] = []
-        self.next = 0  # the bucket whose turn it is
-        self.seen_complete = 0  # how many are known to have completed
-        self.all_used = all_used(len(self.slots))  # what the report says if every parameter took part
         self._planned: Layout | None = None
 
-    def lay(self, transport: Transport) -> None:
+    def allocate(self, transport: Transport) -> None:
         """Allocate the buckets of the layout and point every slot into them."""
-        memory = _allocate(self.layout, transport)
-        self.buckets = [
-            Bucket(spec, [self.slots[place.param] for place in spec.slots], flat)
-            for spec, flat in zip(self.layout.buckets, memory, strict=True)
-        ]
+        memory = allocate(self.layout, transport, self.turns)
+        self.buckets = [self._bucket(*pair, transport.rank) for pair in zip(self.layout.buckets, memory, strict=True)]
+
+    def _bucket(self, spec: BucketSpec, flat: torch.Tensor | None, rank: int) -> Bucket:
+        slots = [self.slots[place.param] for place in spec.slots]
+        if flat is None:
+            return SparseBucket(spec, slots[0])
+        if self._ownership is None:
+            return Bucket(spec, slots, flat)
+        shards = {place.param: self._shards[place.param] for place in spec.slots}
+        spans, in_turn = self._ownership.spans(spec), self.turns is not None
+        return Bucket(spec, slots, flat, BucketShards(spec, flat, shards, spans, rank, in_turn=in_turn))
 
     @property
-    def laid(self) -> bool:
+    def allocated(self) -> bool:
         return bool(self.buckets)
-
-    @property
-    def last(self) -> int:
-        return len(self.buckets) - 1
 
     def rearm(self) -> None:
         """Make ready for the next reduction, after a whole one or one that was broken off."""
@@ -54,49 +86,33 @@ class BucketSet:
             slot.clear()
         for bucket in self.buckets:
             bucket.rearm()
-        self.next = self.seen_complete = 0
 
-    def keep(self, scale: float, *, held: bool) -> None:
-        """A backward that was not reduced is over: keep what it has brought. See `Bucket.keep`."""
-        for bucket in self.buckets:
-            bucket.keep(scale, held=held)
+    def results(self) -> list[torch.Tensor]:
+        """What this rank keeps of the gradients that were reduced: all of them, or its shards."""
+        return [part for bucket in self.buckets if not bucket.skipped for part in bucket.result]
+
+    def begin_backward(self) -> None:
+        """Autograd is about to add to gradients."""
+        for shard in self._shards:
+            shard.begin_backward()
 
     def forget_arrived(self) -> None:
         """A backward has failed: what it has brought stays where autograd put it."""
         for bucket in self.buckets:
             bucket.arrived.clear()
 
-    def claim_by_hand(self) -> None:
-        """What was put in the place of a gradient is to be reduced like one that came through a backward."""
-        for slot in self._foreign():
-            slot.used = True
-
-    def has_foreign(self) -> bool:
-        """Whether somebody has put something in the place of a gradient that was reduced."""
-        return self.laid and not all(slot.meta.sparse for slot in self._foreign())  # a sparse one is never a view
-
-    def _foreign(self) -> Iterator[GradSlot]:
-        return (s for s in self.slots if not (s.asleep or s.param.grad is None or s.attached()))
-
-    def fill_up(self, scale: float, *, skips_unused: bool) -> list[Bucket]:
+    def pad_missing(self, scale: float, *, skips_unused: bool) -> list[Bucket]:
         """Complete the buckets that lack gradients, now that backward is over. Returns these."""
         lacking = [bucket for bucket in self.buckets if bucket.state is BucketState.FILLING]
         for bucket in lacking:
             bucket.skipped = skips_unused and not any(slot.used for slot in bucket.slots)
             for slot in bucket.slots:
-                if slot.asleep:
+                if slot.owned_elsewhere:
                     bucket.zero(slot)
                 elif not slot.fired:
                     bucket.contribute_nothing_new(slot, scale)
             bucket.move(BucketState.FULL)
         return lacking
-
-    def fold(self, lanes: Lanes, scale: float) -> None:
-        """All buckets are full, with the gradients of one lane: add them to the sums and begin to fill again."""
-        for bucket in self.buckets:
-            bucket.complete(scale)
-            lanes.fold(bucket.spec.index, bucket.flat)
-        self.begin_lane()
 
     def begin_lane(self) -> None:
         """Have empty buckets for the next lane. Which parameters took part in those before it is not forgotten."""
@@ -104,104 +120,44 @@ class BucketSet:
             bucket.rearm()
         for slot in self.slots:
             slot.clear_backward()
-        self.next = self.seen_complete = 0
 
-    def lend_all(self) -> None:
-        """Contribute zeros, and keep what gradients there are."""
-        for slot in self.slots:
-            slot.bucket.zero(slot) if slot.asleep else slot.bucket.lend(slot)
-            slot.fired = True
-        for bucket in self.buckets:
-            bucket.move(BucketState.FULL)
-
-    def asleep(self) -> int:
+    def owned_elsewhere(self) -> int:
         """A digest of the parameters that another replica reduces; 0 if there are none."""
-        found = tuple(slot.index for slot in self.slots if slot.asleep)
+        found = tuple(slot.index for slot in self.slots if slot.owned_elsewhere)
         return hash(found) if found else 0
 
     def unused(self) -> int:
-        return sum(not (slot.used or slot.asleep) for slot in self.slots)
+        return sum(not (slot.used or slot.owned_elsewhere) for slot in self.slots)
 
-    def leave_flying_memory(self, transport: Transport) -> bool:
-        """Give up memory that a transport may still write to: whoever waited for it was interrupted. Whether there was.
+    def replace_memory_in_flight(self, transport: Transport) -> bool:
+        """Replace memory that a transport may still write to: whoever waited for it was interrupted. Returns True if
+        there was any.
 
         Its work is not asked whether it is done: a work of several collectives would go on with the next one.
         """
-        if any(bucket.state is BucketState.FLYING and bucket.flight is not None for bucket in self.buckets):
-            self.lay(transport)
+        if any(bucket.state is BucketState.IN_FLIGHT and bucket.flight is not None for bucket in self.buckets):
+            self.allocate(transport)
             return True
         return False
 
-    def is_empty(self) -> bool:
-        return not any(slot.held or slot.param.grad is not None for slot in self.slots)
-
-    def is_thrown_away(self) -> bool:
-        """Whether zero_grad() has thrown away all that micros of this step had left, or made it zeros."""
-        left = [slot for slot in self.slots if slot.held or slot.param.grad is not None]
-        if any(slot.held or slot.bucket.is_untouched() for slot in left):
-            return False
-        return first_with_something(left) is None  # somebody has written to them, or they are not ours
-
-    def forget_thrown_away(self) -> None:
-        """Forget what earlier micros did to parameters whose gradients zero_grad() has thrown away since."""
-        for slot in self.slots:
-            if slot.param.grad is None and not slot.held:
-                slot.used = slot.dirty = False
-
-    def note_unreduced(self) -> None:
-        """Note what a backward has left, where parameters are not hooked."""
-        for slot in self.slots:
-            slot.dirty = slot.param.grad is not None
-
-    def hold_all(self) -> bool:
-        """Hold every gradient that is visible. False, and nothing is done, if there is none, or one not of ours."""
-        slots = [slot for slot in self.slots if slot.param.grad is not None]
-        if not slots or not all(slot.attached() or slot.meta.sparse for slot in slots):
-            return False
-        for slot in slots:
-            slot.bucket.take(slot)
-        return True
-
-    def show_all(self) -> None:
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                bucket.show(slot)
-            bucket.note_shown()
-
-    def first_with_gradient(self) -> str | None:
-        found = first_with_something(self.slots)
-        return None if found is None else found.meta.name
-
-    def drop_late(self) -> None:
-        for slot in self.slots:
-            if slot.late:
-                slot.param.grad = None
-
     def drop_gradients(self) -> None:
         for slot in self.slots:
-            if not slot.asleep:
+            if not slot.owned_elsewhere:
                 slot.param.grad = None
+            if slot.shard is not None:
+                slot.shard.drop()
             slot.kept = None
 
-    def any_in_flight(self) -> bool:
-        """Whether a collective is under way. Asking lets a work of several collectives go on with the next one."""
-        return any(b.state is BucketState.FLYING and b.flight and not b.flight.work.done() for b in self.buckets)
-
-    def newly_completed(self) -> int | None:
-        """The next bucket in order that has completed and was not told of yet."""
-        index = self.seen_complete
-        if index >= self.next:
-            return None
-        flight = self.buckets[index].flight
-        if flight is not None and not flight.work.done():
-            return None
-        self.seen_complete += 1
-        return index
-
     def follow_parameters(self, caps: BucketCaps, transport: Transport) -> bool:
-        """Lay out anew if the module was converted after wrapping, as by `module.double()`. Whether it was."""
-        if all(slot.param.dtype is slot.meta.dtype for slot in self.slots):
+        """Lay out anew if the module was converted after wrapping, as by `module.double()`. Returns True if it was."""
+        converted = [slot for slot in self.slots if slot.param.dtype is not slot.meta.dtype]
+        if not converted:
             return False
+        if self._ownership is not None:
+            raise UsageError(
+                f"{converted[0].meta.name} was converted from {converted[0].meta.dtype} to {converted[0].param.dtype} "
+                f"after wrapping, and this rank's shards of it were not; convert the module before it is wrapped"
+            )
         for slot in self.slots:
             slot.meta = replace(
                 slot.meta, dtype=slot.param.dtype, device=slot.param.device, stride=tuple(slot.param.stride())
@@ -210,20 +166,20 @@ class BucketSet:
         metas = [slot.meta for slot in self.slots]
         self.layout = plan_layout(metas, self.layout.order, caps)
         self._first = plan_layout(metas, self._first.order, caps)
-        if self.laid:
-            self.lay(transport)
+        if self.allocated:
+            self.allocate(transport)
         return True
 
     def plan(self, layout: Layout) -> None:
-        """Note a layout to move to; taken up by `move_to_plan`."""
+        """Note a layout to move to; taken up by `relayout`."""
         self._planned = layout if layout != self.layout else None
 
-    def move_to_plan(self, transport: Transport) -> bool:
+    def relayout(self, transport: Transport) -> bool:
         """Take up the planned layout. Gradients that are views move along; held ones keep the old layout in place."""
         if self._planned is None or any(slot.held for slot in self.slots):
             return False
         self.layout, self._planned = self._planned, None
-        if self.laid:
+        if self.allocated:
             self._move(transport)
         return True
 
@@ -231,44 +187,167 @@ class BucketSet:
         """Take memory of another transport, and forget what was learned with the one before: ranks that were stopped in
         different places may have taken up different layouts."""
         self._planned, self.layout = None, self._first
-        if self.laid:
+        if self.allocated:
             self._move(transport)
 
     def _move(self, transport: Transport) -> None:
-        """Lay the buckets anew. Gradients that are views move along."""
+        """Reallocate the buckets. Gradients that are views move along."""
         moved = [(slot, slot.view) for slot in self.slots if slot.attached()]
         if not moved:  # then old and new buckets need not exist together
             self.buckets.clear()
             for slot in self.slots:
                 slot.leave_bucket()
-        self.lay(transport)
+        self.allocate(transport)
         for slot, old_view in moved:
             slot.view.copy_(old_view)
             slot.param.grad = slot.view
 
 
-def _allocate(layout: Layout, transport: Transport) -> list[torch.Tensor | None]:
-    """The memory of every bucket, cut from one piece per device. None for sparse ones, whose gradients bring theirs."""
-    ends: dict[torch.device, int] = {}
-    places: list[int] = []
-    for spec in layout.buckets:
-        start = ends.get(spec.device, 0)
-        places.append(start)
-        if not spec.sparse:
-            ends[spec.device] = start + -(-spec.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    pieces = {device: _piece(nbytes, device, layout, transport) for device, nbytes in ends.items()}
-    return [
-        None if spec.sparse else pieces[spec.device][start : start + spec.nbytes].view(spec.dtype)
-        for spec, start in zip(layout.buckets, places, strict=True)
-    ]
+class Schedule:
+    """Launches the buckets of one replica, and waits for their results."""
 
+    def __init__(
+        self,
+        buckets: BucketSet,
+        group: Group,
+        reduction: Reduction,
+        trace: Trace,
+        wait: Callable[[Work, str], None],
+    ) -> None:
+        self.reduction = reduction
+        self._wait = wait
+        self.batch: RankBatch | LaneBatch  # what of the global batch this rank runs
+        self.scale = 1.0  # by what gradients are multiplied on their way into a bucket
+        self.observer: StepObserver | None = None
+        self.number = 0  # of the reduction that runs, or of the last one; equal on all ranks
+        self.calls = 0  # digest of the buckets launched so far; equal on all ranks
+        self.polls = False  # whether work goes on only when it is asked for
+        self.broken = False  # a reduction itself raised, so it is not known what the other ranks were sent
+        self._bucket_set = buckets
+        devices = {meta.device for meta in buckets.layout.params}
+        self._device = buckets.layout.params[0].device
+        self._on_one_device = len(devices) == 1 and self._device.type == "cuda"
+        self._group = group
+        self._trace = trace
+        self._next = 0  # the bucket whose turn it is
+        self._completed = 0  # how many are known to have completed
+        self._patient = True  # no rank was late for longer in this reduction
 
-def _piece(nbytes: int, device: torch.device, layout: Layout, transport: Transport) -> torch.Tensor:
-    try:
-        return transport.allocate(nbytes, torch.uint8, device)
-    except (RuntimeError, MemoryError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        raise BucketsTooLarge(
-            f"rank {transport.rank} could not allocate {nbytes:,} bytes on {device} for the gradients of "
-            f"{len(layout.params)} parameters in {len(layout.buckets)} buckets: {error}; use a smaller model, freeze "
-            f"parameters, or free memory before wrapping"
-        ) from error
+    def begin(self) -> None:
+        """A backward begins."""
+        traits = self._group.transport.traits(self._device)
+        self.polls = traits.progress_on_caller or self.reduction.multi_step
+
+    def rearm(self) -> None:
+        """The reduction is over, or was broken off: begin with the first bucket again."""
+        self._next = self._completed = 0
+        self.broken, self._patient = False, True
+
+    def start_over(self) -> None:
+        """With another set of ranks, which have reduced nothing together."""
+        self.number = self.calls = 0
+
+    @property
+    def stream_ordered(self) -> bool:
+        """Whether the host need not wait for what is reduced: to wait for a collective orders a stream."""
+        return self._on_one_device and self._group.transport.traits(self._device).stream_ordered
+
+    @property
+    def one_after_another(self) -> bool:
+        """Whether a bucket that is full may have to wait for others, and so be launched at another time than on other
+        ranks: nothing else may be sent before all of them."""
+        return self.reduction.multi_step or self._bucket_set.turns is not None
+
+    @property
+    def looks_at_sums(self) -> bool:
+        """Whether the report of a reduction has to wait for its sums."""
+        return self.observer is not None and self.observer.looks_at_sums
+
+    @property
+    def launched_all(self) -> bool:
+        return self._next == len(self._bucket_set.buckets)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something was launched that is not known to have completed."""
+        return self._next > self._completed
+
+    def launch(self) -> None:
+        """Start every full bucket whose turn it is."""
+        if not self.batch.last:
+            return  # gradients of further lanes are to come
+        buckets = self._bucket_set.buckets
+        while self._next < len(buckets) and buckets[self._next].state is BucketState.FULL:
+            if self.reduction.multi_step and self.any_under_way():
+                return  # the collectives of its callbacks and those of the next bucket have no order among them
+            bucket = buckets[self._next]
+            if not self._has_memory(self._next):
+                return
+            bucket.complete(self.scale)
+            bucket.move(BucketState.IN_FLIGHT)
+            self._trace.stamp(Moment.LAUNCHED, self.number, bucket.spec.index)
+            if not bucket.skipped:
+                blocks = self.batch.blocks(bucket.spec.index, bucket.flat)
+                self.calls = hash((self.calls, bucket.key))
+                if self.observer is not None and self.observer.looks_at_sums:
+                    self.observer.look_at_own([part for _, part in blocks] or [bucket.flat])
+                last = self._next == len(buckets) - 1
+                self.broken = True  # until the reduction has returned
+                bucket.flight = self.reduction(bucket.grad_bucket(blocks, last=last), self._group.transport)
+                self.broken = False
+            self._next += 1
+            if bucket.on_host and not self.polls:
+                self._note_completed()
+
+    def advance(self) -> None:
+        """Let the transport make progress on what is in flight, and note what has completed: the proof of overlap."""
+        self._group.transport.progress()
+        self._note_completed()
+        if self.one_after_another:
+            self.launch()
+
+    def _has_memory(self, index: int) -> bool:
+        """Whether a bucket that takes turns may be filled: the one before it in the same memory is reduced. A host
+        waits a moment for a late rank, and no longer: that one may reduce it at its end only, and need this rank."""
+        turns = self._bucket_set.turns
+        if turns is None or index < turns:
+            return True
+        before = self._bucket_set.buckets[index - turns]
+        if before.flight is not None and not self.stream_ordered and not before.flight.work.done():
+            self._patient = self._patient and before.flight.work.wait(PATIENCE_S)
+            if not self._patient:
+                return False
+        self._wait_result(before)
+        return True
+
+    def wait_results(self) -> None:
+        """Wait for the buckets in order, and have their results in them."""
+        for bucket in self._bucket_set.buckets:
+            self.launch()
+            self._wait_result(bucket)
+
+    def _wait_result(self, bucket: Bucket) -> None:
+        if bucket.state is BucketState.REDUCED:
+            return
+        index = bucket.spec.index
+        self._trace.stamp(Moment.WAIT_ENTERED, self.number, index)
+        if bucket.flight is not None:
+            if not (self.stream_ordered and bucket.flight.work.wait(0.0)):
+                self._wait(bucket.flight.work, f"bucket {index} of backward {self.number}")
+                self._note_completed()
+            bucket.store_result(bucket.flight.result())
+        bucket.move(BucketState.REDUCED)
+        self._trace.stamp(Moment.WAIT_LEFT, self.number, index)
+
+    def any_under_way(self) -> bool:
+        """Whether a collective is under way. Asking lets a work of several collectives go on with the next one."""
+        flying = (b for b in self._bucket_set.buckets if b.state is BucketState.IN_FLIGHT)
+        return any(b.flight is not None and not b.flight.work.done() for b in flying)
+
+    def _note_completed(self) -> None:
+        while self._completed < self._next:
+            flight = self._bucket_set.buckets[self._completed].flight
+            if flight is not None and not flight.work.done():
+                return
+            self._trace.stamp(Moment.COMPLETED, self.number, self._completed)
+            self._completed += 1

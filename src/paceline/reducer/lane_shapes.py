@@ -1,25 +1,24 @@
-"""Lanes count equally, so their micros must be equally large, unless weight() has said how much each of them counts.
+"""Lanes count equally, so their microbatches must be equally large, unless weight() has said how much each one counts.
 
-Ranks tell each other one word for the shapes of their micros, as these were dealt. Only where the words differ, or the
-lanes of one rank do, the shapes themselves are exchanged, so that every rank can name them.
+Ranks tell each other a digest of the shapes of their microbatches, as these were dealt. Only where the digests differ,
+or the lanes of one rank do, the shapes themselves are exchanged, so that every rank can name them.
 """
 
 from collections.abc import Sequence
 
-import torch
-
 from paceline.blocks import listed
+from paceline.collectives.gather import gather_bytes
 from paceline.collectives.group import Group
 from paceline.errors import UsageError
 from paceline.reducer.lanes import Lanes, Shapes
 from paceline.reducer.report import Abort, StepReport
 
 NONE, DIFFERENT = 0, -1  # no hash is -1
-TOLD_BYTES = 512
+MAX_DESCRIPTION_BYTES = 512
 
 
-def word_of_shapes(lanes: Lanes) -> int:
-    """A digest of the shape that all micros of this rank have had in this step, if they had one."""
+def shape_digest(lanes: Lanes) -> int:
+    """A digest of the shape that all microbatches of this rank have had in this step, if they had one."""
     found = set(lanes.shapes.values())
     if not found:
         return NONE
@@ -31,21 +30,20 @@ def check(rows: Sequence[StepReport], lanes: Lanes, group: Group) -> None:
     found = {row.lane_shape for row in rows} - {NONE}
     if any(row.abort is not Abort.NO for row in rows) or (len(found) < 2 and DIFFERENT not in found):
         return
-    own = _told(lanes).encode()[:TOLD_BYTES].ljust(TOLD_BYTES, b" ")
-    every = torch.empty(group.size, TOLD_BYTES, dtype=torch.uint8, device="cpu")
-    work = group.transport.all_gather(every.view(-1), torch.frombuffer(bytearray(own), dtype=torch.uint8))
-    group.wait(work, "the shapes of micros")
-    texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in every]
+    payloads = gather_bytes(
+        group, _describe_shapes(lanes).encode()[:MAX_DESCRIPTION_BYTES], "the shapes of microbatches"
+    )
+    texts = [payload.decode(errors="replace") for payload in payloads]
     by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     raise UsageError(
-        f"the micros of step {lanes.step} have different shapes, as they were dealt ({by_rank}): lanes count equally, "
-        f"so some would count too much or too little. Use a loader with drop_last=True, or run each backward inside "
-        f"model.weight(number of samples)"
+        f"the microbatches of step {lanes.step} have different shapes, as they were dealt ({by_rank}): lanes count "
+        f"equally, so some would count too much or too little. Use a loader with drop_last=True, or run each backward "
+        f"inside model.weight(number of samples)"
     )
 
 
-def _told(lanes: Lanes) -> str:
-    """What this rank's micros were, lanes of one shape together."""
+def _describe_shapes(lanes: Lanes) -> str:
+    """What this rank's microbatches were, lanes of one shape together."""
     runs: list[tuple[range, Shapes]] = []
     for lane, shapes in sorted(lanes.shapes.items()):
         if runs and runs[-1] == (range(runs[-1][0].start, lane), shapes):

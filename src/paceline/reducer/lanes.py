@@ -3,21 +3,19 @@
     open(lane) ─→ its backward ─→ close(): folded into the sums ─→ open(next lane) … the last one is reduced
 
 A lane's gradients are added to those of the lanes before it in the order of one tree over lane numbers
-(`collectives.tree`), whoever runs which lanes. A rank keeps the sums of whole blocks of its lanes, at most one for each
+(`tree_sum.py`), whoever runs which lanes. A rank keeps the sums of whole blocks of its lanes, at most one for each
 level of the tree: log2(lanes) copies of the gradients in a world of one, and none where each rank runs one lane.
 """
 
-import math
 from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
 
 from paceline.blocks import Block, aligned_blocks, lanes_of
-from paceline.errors import IllegalMove, UsageError
-from paceline.reducer.slot import GradSlot
+from paceline.errors import IllegalMove
 
-Shapes = tuple[tuple[int, ...], ...]  # of all tensors of a micro
+Shapes = tuple[tuple[int, ...], ...]  # of all tensors of a microbatch
 
 
 class LaneState(Enum):
@@ -43,7 +41,7 @@ class Lanes:
         self.step = 0  # as the user counts
         self.failed: int | None = None  # the lane of this step whose backward ended with an exception
         self.backwards = 0  # of the lane that runs
-        self.shapes: dict[int, Shapes] = {}  # as dealt, of the micros that counted like all others, by lane
+        self.shapes: dict[int, Shapes] = {}  # as dealt, of the microbatches that counted like all others, by lane
         self._shapes: Shapes = ()  # of the lane that runs
         self._sums: dict[int, list[tuple[Block, torch.Tensor]]] = {}  # by bucket, from left to right
         self._free: dict[int, list[torch.Tensor]] = {}
@@ -76,12 +74,12 @@ class Lanes:
         return any(self._sums.values())
 
     def open(self, lane: int, shapes: Shapes = ()) -> None:
-        """Run `lane`, with a micro whose tensors have these shapes."""
+        """Run `lane`, with a microbatch whose tensors have these shapes."""
         self._move(LaneState.OPEN)
         self.current, self.backwards, self._shapes = lane, 0, shapes
 
     def close(self, weight: float, *, plain: bool = False) -> None:
-        """The lane's gradients are in. `plain`: it counts as much as any other, so its micro must be as large."""
+        """The lane's gradients are in. `plain`: it counts as much as any other, so its microbatch must be as large."""
         self._move(LaneState.CLOSED)
         self.weights[self.current] = weight
         if plain:
@@ -90,7 +88,7 @@ class Lanes:
     def end(self) -> None:
         """The step is over, or is given up: forget its sums. Their memory stays for the next one."""
         self.state, self.current = LaneState.NONE, -1
-        self.given_up = False  # not all lanes of this step will run here
+        self.cancelled = False  # not all lanes of this step will run here
         self.owed = False  # none will, and the other ranks have not been told
         self.weights = [0.0] * self.count  # of the lanes that have run here; 0 for those of others
         self.shapes.clear()
@@ -98,12 +96,12 @@ class Lanes:
             self._free.setdefault(bucket, []).extend(memory for _, memory in sums)
             sums.clear()
 
-    def give_up(self) -> None:
+    def cancel_remaining(self) -> None:
         """The lanes that have not run yet will not."""
-        self.current, self.given_up = self.mine[-1], True
+        self.current, self.cancelled = self.mine[-1], True
 
     def forget_memory(self) -> None:
-        """The buckets were laid anew."""
+        """The buckets were reallocated."""
         self._sums.clear()
         self._free.clear()
 
@@ -116,7 +114,7 @@ class Lanes:
 
     def blocks(self, bucket: int, flat: torch.Tensor) -> Sequence[tuple[Block, torch.Tensor]]:
         """All sums of this rank, now that its last lane is in `flat`, which holds the last of them."""
-        if self.given_up:  # nobody reads them
+        if self.cancelled:  # nobody reads them
             return [(block, flat) for block in aligned_blocks(self.mine.start, len(self.mine))]
         block = self._add_left(bucket, flat)
         return [*self._sums[bucket], (block, flat)]
@@ -136,17 +134,3 @@ class Lanes:
         if to not in _NEXT_STATES[self.state]:
             raise IllegalMove(f"lane {self.current} cannot go from {self.state.name} to {to.name}")
         self.state = to
-
-
-def total_weight(rows: Sequence[Sequence[float]]) -> float:
-    """The weights of all lanes of all ranks, added up exactly: rounding would depend on who ran which."""
-    return math.fsum(weight for row in rows for weight in row)
-
-
-def late_gradient(slots: Sequence[GradSlot]) -> UsageError:
-    """The same error for every rank, though only those where it happened know of what."""
-    names = ", ".join(slot.meta.name for slot in slots if slot.late) or "a parameter of another rank"
-    return UsageError(
-        f"{names} got a second gradient in one backward after its bucket had left, as with reentrant checkpointing: in "
-        f"lanes its place in the sum would depend on the number of ranks; use checkpoint(..., use_reentrant=False)"
-    )

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from paceline.bucket_plan import Cost, Plan, ReadyCurve, decode_groups, encode_groups, fit_cost, plan_boundaries
-from paceline.collectives.api import Op, Transport, Work
 from paceline.collectives.group import Group
+from paceline.collectives.protocols import Op, Transport
 from paceline.layout import MIB, Layout, lay_groups, plan_layout
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.settings import ReducerSettings
@@ -23,7 +23,7 @@ from paceline.reducer.settings import ReducerSettings
 logger = logging.getLogger("paceline")
 
 PLAN_AT = 3  # the first backwards are slower than those that follow: memory and kernels are new
-GIVEN_UP_AT = 16
+STOP_AT = 16  # whatever is not learned by then is not learned at all
 PROBED_BYTES = (MIB // 4, 4 * MIB)
 PROBED_BYTES_ON_DEVICE = (2 * MIB, 32 * MIB)
 PROBES = 4
@@ -38,22 +38,22 @@ class Planning:
         self._device = device
         self._clock = ReadyClock(device)
         self._plans = settings.plans_buckets
-        self._plan_at = PLAN_AT
+        self._plan_at, self._stop_at = PLAN_AT, STOP_AT
         self._number = 0  # of the last reduction
         self.order_learned = False
         self.plan: Plan | None = None
         self.measures = False  # the times of the backward that runs are wanted
-        self.over = False  # there is nothing more to learn: steps need not ask
+        self.over = settings.keeps_layout  # there is nothing more to learn: steps need not ask
 
     @property
     def _transport(self) -> Transport:
         return self._group.transport
 
-    def begin(self, number: int, *, chains: bool) -> None:
-        """Reduction `number` begins. One that `chains` may keep state by bucket, so its buckets are not cut anew."""
+    def begin(self, number: int, *, multi_step: bool) -> None:
+        """Reduction `number` begins. A `multi_step` one may keep state by bucket, so its buckets are not cut anew."""
         self._number = number
-        wanted = self._plans and not self._transport.alone and self.plan is None and not chains
-        self.measures = wanted and (self._transport.inline or number >= self._plan_at)
+        wanted = self._plans and not (self._group.single or self.settled or multi_step) and self.plan is None
+        self.measures = wanted and (self._transport.traits(self._device).progress_on_caller or number >= self._plan_at)
         if self.measures:
             self._clock.begin()
 
@@ -62,7 +62,7 @@ class Planning:
         self._device = layout.params[0].device
         self._clock = ReadyClock(self._device)
         self._plans = self._settings.plans_buckets
-        self._plan_at = number + PLAN_AT
+        self._plan_at, self._stop_at = number + PLAN_AT, number + STOP_AT
         self.plan = None
         self.over = False
 
@@ -73,7 +73,7 @@ class Planning:
         Replicas that share a backward with others learn nothing: ranks may come to them in different orders, and what
         is learned takes collectives of its own.
         """
-        return self.over or self._number >= GIVEN_UP_AT
+        return self.over or self._number >= self._stop_at
 
     def note_ready(self, param: int) -> None:
         self._clock.note(param)
@@ -83,18 +83,18 @@ class Planning:
 
     def after_reduction(self, buckets: BucketSet, ready_order: Sequence[int]) -> None:
         """All ranks call it after a reduction in which rank 0 saw gradients become ready."""
-        if self._number >= GIVEN_UP_AT and not self.order_learned:
+        if self._number >= self._stop_at and not self.order_learned:
             return
         if self.measures:
             self._plan(buckets, ready_order)
         elif not self.order_learned:
             self._learn_order(buckets, ready_order)
         self.measures = False
-        self.over = self.order_learned and not (self._plans and not self._transport.alone and self.plan is None)
+        self.over = self.order_learned and not (self._plans and not self._group.single and self.plan is None)
 
     def _learn_order(self, buckets: BucketSet, ready_order: Sequence[int]) -> None:
         order = torch.tensor(_whole_order(buckets.layout, ready_order), dtype=torch.int64, device="cpu")
-        self._wait(self._transport.broadcast(order, 0), "the order of gradients")
+        self._group.wait(self._transport.broadcast(order, 0), "the order of gradients")
         buckets.plan(plan_layout(buckets.layout.params, order.tolist(), self._settings.caps))
         self.order_learned = True
 
@@ -111,7 +111,7 @@ class Planning:
         agreed = torch.zeros(len(params), dtype=torch.int64, device="cpu")
         if self._transport.rank == 0:
             agreed = torch.tensor(encode_groups(plan_boundaries(curve, cost).groups), dtype=torch.int64, device="cpu")
-        self._wait(self._transport.broadcast(agreed, 0), "the bucket plan")
+        self._group.wait(self._transport.broadcast(agreed, 0), "the bucket plan")
         groups = decode_groups(agreed.tolist(), len(params))
         self.plan = Plan.of(groups, curve, cost)
         buckets.plan(lay_groups(params, groups))
@@ -132,7 +132,7 @@ class Planning:
                 error,
             )
         able = torch.tensor([int(memory is not None)], dtype=torch.int32, device="cpu")
-        self._wait(self._transport.all_reduce(able, Op.MIN), "whether all ranks can measure the transport")
+        self._group.wait(self._transport.all_reduce(able, Op.MIN), "whether all ranks can measure the transport")
         return memory if able.item() else None
 
     def _probe(self, memory: torch.Tensor) -> Cost:
@@ -145,19 +145,16 @@ class Planning:
                 if on_device:
                     torch.cuda.synchronize(self._device)
                 started = time.perf_counter()
-                self._wait(transport.all_reduce(flat), "a probe of the transport")
+                self._group.wait(transport.all_reduce(flat), "a probe of the transport")
                 if on_device:
                     torch.cuda.synchronize(self._device)
                 if probe:  # the first one warms up
                     samples.append((nbytes, time.perf_counter() - started))
-        return fit_cost(samples, inline=transport.inline)
+        return fit_cost(samples, progress_on_caller=transport.traits(self._device).progress_on_caller)
 
     @property
     def _probed_bytes(self) -> tuple[int, ...]:
         return PROBED_BYTES_ON_DEVICE if self._device.type == "cuda" else PROBED_BYTES
-
-    def _wait(self, work: Work, what: str) -> None:
-        self._group.wait(work, what)
 
 
 def _whole_order(layout: Layout, ready_order: Sequence[int]) -> list[int]:

@@ -1,43 +1,38 @@
-"""When buckets fly: from "autograd has a gradient" to "every rank has the mean".
+"""When gradients are reduced: from "autograd has a gradient" to "every rank has the mean".
 
-    on_grad_ready ─ counts a bucket down ─→ _launch ─→ reduction(bucket) ─→ transport.all_reduce
-    end of backward ─→ send ─ completes and reports ─→ receive ─ waits in order, hands the gradients back
+    on_grad_ready ─ counts a bucket down ─→ Schedule.launch ─→ reduction(bucket) ─→ transport.all_reduce
+    end of backward ─→ _send (pad, launch, report) ─→ receive (wait in order, read reports, publish gradients)
 
-Buckets are launched strictly in index order whatever order they fill in, so ranks cannot disagree about the order of
-collectives. Nothing here looks at the graph: a parameter that took no part is one whose hook did not run by the end.
+Nothing here looks at the graph: a parameter that took no part is one whose hook did not run by the end.
 """
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from paceline.collectives.api import Transport, Work
-from paceline.collectives.event_work import EventWork
 from paceline.collectives.group import Group
-from paceline.collectives.reduction import Reduction, check_goes_over
-from paceline.collectives.watcher import Watcher
+from paceline.collectives.protocols import Transport, Work
+from paceline.collectives.reduction import Reduction, check_goes_over, forget_other_ranks
+from paceline.collectives.wait import EventWork, FutureWork
 from paceline.errors import BackwardAborted, IllegalMove, PacelineError
-from paceline.layout import Layout
-from paceline.reducer import autograd, lane_step, taking_part
-from paceline.reducer.autograd import task_id
-from paceline.reducer.backward import NO_TASK, TWO_THREADS, Backward, Backwards, Settlement, beside
-from paceline.reducer.bucket import Bucket, BucketState
-from paceline.reducer.buckets import BucketSet
-from paceline.reducer.exchange import DeviceReports, PendingReports
-from paceline.reducer.graph import GraphMemory
-from paceline.reducer.hearing import hear, send_report, wait_for_buffer_hooks
+from paceline.reducer import participation
+from paceline.reducer.autograd import ParamHooks, at_end_of_backward, task_id
+from paceline.reducer.backward import NO_TASK, TWO_THREADS, Backward, Backwards, Settlement, unsettled_reducers
+from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+from paceline.reducer.buckets import BucketSet, Schedule
+from paceline.reducer.device_reports import DeviceReports
+from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.lanes import Lanes
-from paceline.reducer.ledger import StepLedger
-from paceline.reducer.oversight import Oversight
 from paceline.reducer.planning import Planning
-from paceline.reducer.report import Abort, Vote
+from paceline.reducer.report import Abort, Findings, ReportExchange
 from paceline.reducer.settings import ReducerSettings
-from paceline.reducer.sharing import ParamHooks
-from paceline.reducer.slot import GradSlot
-from paceline.reducer.turn import Turn
-from paceline.reducer.weighting import Division, Weighting, check_unweighted, resume_step
+from paceline.reducer.settle import Settled, is_aborted, publish_grads, settle
+from paceline.reducer.settle_late import error_of_earlier, settle_unread
+from paceline.reducer.static_graph import GraphMemory
+from paceline.reducer.step import Contribution, Division, RankBatch, StepRole, StepState, Weighting
+from paceline.reducer.unreduced import keep, note_unreduced, show_all
+from paceline.reducer.weighting import check_unweighted, resume_step
 from paceline.trace import Moment, Trace
 
 
@@ -46,35 +41,32 @@ class Reducer:
 
     def __init__(
         self,
-        params: Sequence[torch.Tensor],
-        layout: Layout,
+        buckets: BucketSet,
         group: Group,
         reduction: Reduction,
         settings: ReducerSettings,
         lanes: Lanes | None = None,
     ) -> None:
+        layout = buckets.layout
         check_goes_over(group.transport, reduction, layout.params[0].device)
         self.group = group
-        self.reduction = reduction
         self.settings = settings
-        self.lanes = lanes
         self.trace = Trace()
+        self.bucket_set = buckets
+        self.schedule = Schedule(self.bucket_set, group, reduction, self.trace, self.wait)
+        self.batch: RankBatch | LaneBatch = RankBatch(self) if lanes is None else LaneBatch(self, lanes)
+        self.schedule.batch = self.batch
         # What the replica switches.
         self.sync_on = True  # no_sync() and disable_grad_sync()
         self.sync_in_join: bool | None = None  # inside join() the forward decides, because it has told the others
-        self.divisor: float = self.everyone  # join() may lower it to the ranks that still have data
-        self.votes = Vote.NOTHING  # of this rank, told in the next reduction
+        self.divisor: float = self.batch.count  # join() may lower it to the ranks that still have data
         self.weighting = Weighting()
         self.optimizes_in_backward = False
         self.after_backward: list[torch.futures.Future[object]] = []  # buffer hooks to wait for
-        self.oversight: Oversight | None = None
         self.on_finished: Callable[[], None] | None = None  # restores parameters under mixed precision
         self.on_failed: Callable[[], None] = lambda: None  # a backward that was to be reduced has raised
         # What it may read.
-        self.reductions = 0  # begun so far; equal on all ranks
-        self.calls = 0  # digest of the buckets launched so far; equal on all ranks
-        self.heard: list[Vote] = []  # the votes of all ranks in the last reduction whose reports were read
-        self.ledger = StepLedger()
+        self.step_state = StepState()
         self.uses: list[int] | None = None  # of the last reduction; None: every parameter on every rank
         self.dropped = False  # whether the last reduction, or the step of lanes that runs, has no gradients to use
         self.ready_order: list[int] = []  # of the last reduction
@@ -82,20 +74,15 @@ class Reducer:
         self.graph = GraphMemory()
         self.last_error: str | None = None
         self.refused: Callable[[], Exception] | None = None  # for backwards until there is a forward: others have none
-
         self.lock = threading.RLock()  # a module on several devices has a backward thread for each
         self.backwards = Backwards(self._at_end, on_host=all(meta.device.type == "cpu" for meta in layout.params))
-        self.turn = Turn()
-        self.set = BucketSet(params, layout)
-        self.scale = 1.0  # by what gradients are multiplied on their way into a bucket
+        self.contribution = Contribution()
         self.device = layout.params[0].device
-        self.unheard: deque[PendingReports] = deque()  # sent, and not read yet
-        self._slot_of = self.set.slot_of
-        self._polls = False  # whether work goes on only when it is asked for
-        self.device_reports = DeviceReports(self.device)
+        self._slot_of = self.bucket_set.slot_of
         self._one_device = all(meta.device == self.device for meta in layout.params)
         self._unsettled: Settlement | None = None  # has sent, and not received
-        self.watcher = Watcher(group)
+        on_device = DeviceReports(self.device) if self.device.type == "cuda" else None
+        self.reports = ReportExchange(group, on_device)
         self.planning = Planning(settings, group, self.device)
         self.hooks = ParamHooks(self)
         if not self.is_alone():
@@ -106,9 +93,9 @@ class Reducer:
         return self.group.transport
 
     @property
-    def ordered_by_streams(self) -> bool:
-        """Whether the host need not wait for what is reduced: to wait for a collective orders a stream."""
-        return self._one_device and self.device.type == "cuda" and self.transport.queues(self.device)
+    def reductions(self) -> int:
+        """How many have begun so far: equal on all ranks."""
+        return self.schedule.number
 
     # ---- the way of a gradient
 
@@ -122,50 +109,51 @@ class Reducer:
             with torch.no_grad():
                 return self.on_grad_ready(param)
         with self.lock:
-            if slot.asleep or param.grad is None:  # None: autograd delivered an undefined gradient
+            if slot.owned_elsewhere or param.grad is None:  # None: autograd delivered an undefined gradient
                 return None
             backward = self.backwards.current
             if backward is None or not backward.delivered or backward.task != task_id():
                 backward = self._first_gradient(task_id(), param)
             slot.used = slot.dirty = True
-            awaits = len(param._post_accumulate_grad_hooks) > 1 and not self.hooks.runs_last(slot)
-            usual = backward.syncs and not (awaits or backward.alone or slot.fired)
+            user_hooks_pending = len(param._post_accumulate_grad_hooks) > 1 and not self.hooks.runs_last(slot)
+            usual = backward.syncs and not (user_hooks_pending or backward.alone or slot.fired)
             if not usual or slot.bucket.state is not BucketState.FILLING:
-                return self._unusual(slot, backward, awaits=awaits)
-            bucket = slot.bucket
+                return self._add_without_counting(slot, backward, user_hooks_pending=user_hooks_pending)
+            bucket, schedule = slot.bucket, self.schedule
             slot.fired = True
             self.ready_order.append(slot.index)
             if self.planning.measures:
                 self.planning.note_ready(slot.index)
-            if bucket.arrive(slot, self.scale):
-                bucket.collect(self.scale)
+            if bucket.arrive(slot, schedule.scale):
+                bucket.collect(schedule.scale)
             bucket.missing -= 1
             if bucket.missing == 0:
                 bucket.move(BucketState.FULL)
-                self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
-                self._launch()
-            if self._polls and self.set.next > self.set.seen_complete:
-                self._advance()
-            busy = self.planning.measures or (self._polls and self.set.next > self.set.seen_complete)
+                self.trace.stamp(Moment.READY, schedule.number, bucket.spec.index)
+                schedule.launch()
+            if schedule.polls and schedule.in_flight:
+                schedule.advance()
+            busy = self.planning.measures or (schedule.polls and schedule.in_flight)
             self.backwards.counting = NO_TASK if busy or not self._one_device else backward.task
             return None
 
-    def _unusual(self, slot: GradSlot, backward: Backward, *, awaits: bool) -> None:
-        """A gradient that does not count its bucket down: a second one, one of a backward that only adds, or one that
-        `awaits` hooks of the user's, which run after this one and may change it."""
+    def _add_without_counting(self, slot: GradSlot, backward: Backward, *, user_hooks_pending: bool) -> None:
+        """Take a gradient that does not count its bucket down: a second one in this backward, one of a backward that
+        only accumulates, or one that a hook of the user's has yet to see."""
         if backward.alone:  # that is all: see is_alone
             if not slot.fired:
                 slot.fired = True
                 self.ready_order.append(slot.index)
             return
         bucket = slot.bucket
-        if bucket.state is BucketState.FLYING:
+        if bucket.state in (BucketState.IN_FLIGHT, BucketState.REDUCED):
             slot.late = True  # stays in param.grad until the end; see the note in Bucket
-            self.turn.late += 1
+            self.contribution.late += 1
             return
-        flush = bucket.arrive(slot, self.scale) or (not backward.syncs and len(bucket.arrived) == len(bucket.slots))
-        if flush and not awaits:
-            bucket.keep(self.scale, held=backward.syncs or self._holds)
+        scale = self.schedule.scale
+        flush = bucket.arrive(slot, scale) or (not backward.syncs and len(bucket.arrived) == len(bucket.slots))
+        if flush and not user_hooks_pending:
+            keep(bucket, scale, held=backward.syncs or self._holds)
 
     @property
     def _holds(self) -> bool:
@@ -175,54 +163,18 @@ class Reducer:
     def _first_gradient(self, task: int, param: torch.Tensor) -> Backward:
         """The first gradient of a backward, or of one nested in it, has come."""
         grad = param.grad
-        if self.weighting.micros and self.weighting.current is not None and self.backwards.current is None:
+        if self.weighting.microbatches and self.weighting.current is not None and self.backwards.current is None:
             check_unweighted(self._slot_of[id(param)])
         backward = self._enter(task)
         if not backward.delivered:
             if param.grad is None:  # dropped with the gradients of a backward before this one that had failed
                 param.grad = grad
-            self._begin(backward)
+            self.begin(backward)
         return backward
-
-    def _advance(self) -> None:
-        """Let the transport get on with what is in flight, and note what has completed: the proof of overlap."""
-        self.transport.progress()
-        self._note_completed()
-        if self.reduction.chains:
-            self._launch()
-
-    def _note_completed(self) -> None:
-        while (index := self.set.newly_completed()) is not None:
-            self.trace.stamp(Moment.COMPLETED, self.reductions, index)
-
-    def _launch(self) -> None:
-        """Start every full bucket whose turn it is."""
-        if self.lanes is not None and not self.lanes.last:
-            return  # gradients of further lanes are to come
-        last = self.set.last
-        while self.set.next <= last and self.set.buckets[self.set.next].state is BucketState.FULL:
-            if self.reduction.chains and self.set.any_in_flight():
-                return  # the collectives of its callbacks and those of the next bucket have no order among them
-            bucket = self.set.buckets[self.set.next]
-            bucket.complete(self.scale)
-            bucket.move(BucketState.FLYING)
-            self.trace.stamp(Moment.LAUNCHED, self.reductions, bucket.spec.index)
-            if not bucket.skipped:
-                blocks = () if self.lanes is None else self.lanes.blocks(bucket.spec.index, bucket.flat)
-                self.calls = hash((self.calls, bucket.key))
-                if self.oversight is not None and self.oversight.looks_at_sums:
-                    self.oversight.look_at_own([part for _, part in blocks] or [bucket.flat])
-                self.turn.broken = True  # until the reduction has returned
-                bucket.flight = self.reduction(bucket.grad_bucket(blocks, last=self.set.next == last), self.transport)
-                self.turn.broken = False
-            self.set.next += 1
-            if bucket.on_host and not self._polls:
-                self._note_completed()
 
     # ---- the end of a backward
 
     def finish(self) -> None:
-        """The backward is over: send what is missing, receive everything in order, hand the gradients back."""
         self._send()
         self.receive()
 
@@ -232,14 +184,13 @@ class Reducer:
         self.backwards.close()
         if self.planning.measures:
             self.planning.note_end()
-        self.dropped = True  # until it is settled
+        self.dropped = True  # until the reduction is settled, there are no gradients to use
         try:
-            for bucket in self.fill_up():
+            for bucket in self.pad_missing():
                 self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
-            self._launch()
-            looks_at_sums = self.oversight is not None and self.oversight.looks_at_sums
-            if not (self.reduction.chains or self.ordered_by_streams or looks_at_sums):
-                send_report(self)
+            self.schedule.launch()
+            if not (self.schedule.one_after_another or self.schedule.stream_ordered or self.schedule.looks_at_sums):
+                self._send_report()
         except BaseException:
             self.reset()
             raise
@@ -248,40 +199,78 @@ class Reducer:
         """Wait for what the others have sent, and give the gradients back. Whatever is raised, the reducer is ready for
         the next backward; the gradients of this one are gone unless the error says so."""
         self._unsettled = None
-        beside.discard(self)
-        if self.ordered_by_streams and not torch.cuda.is_current_stream_capturing():
-            self.turn.computed = EventWork(torch.cuda.current_stream(self.device).record_event())
+        unsettled_reducers.discard(self)
+        if self.schedule.stream_ordered and not torch.cuda.is_current_stream_capturing():
+            self.contribution.computed = EventWork(torch.cuda.current_stream(self.device).record_event())
         try:
-            self._land()
-            self.buckets_reduced = sum(not bucket.skipped for bucket in self.set.buckets)
-            if self.turn.sent is None:
-                send_report(self)
-            error = hear(self)
+            self.schedule.wait_results()
+            self.buckets_reduced = sum(not bucket.skipped for bucket in self.bucket_set.buckets)
+            if self.contribution.sent is None:
+                self._send_report()
+            error = self._read_reports()
         finally:
             self.reset()
         if error is not None:
             self.last_error = str(error)
             raise error
 
-    def fill_up(self) -> list[Bucket]:
-        self.scale = self.weighting.on_the_way_in(self.division())
-        return self.set.fill_up(self.scale, skips_unused=self.settings.skip_unused and self.lanes is None)
+    def pad_missing(self) -> list[Bucket]:
+        self.schedule.scale = self.weighting.scale_in(self.division())
+        skips = self.settings.skip_unused and not self.batch.has_lanes
+        return self.bucket_set.pad_missing(self.schedule.scale, skips_unused=skips)
 
-    def _land(self) -> None:
-        """Wait for the buckets in order, and have their results in them."""
-        for bucket in self.set.buckets:
-            self._launch()
-            if bucket.state is BucketState.LANDED:
-                continue
-            index = bucket.spec.index
-            self.trace.stamp(Moment.WAIT_ENTERED, self.reductions, index)
-            if bucket.flight is not None:
-                if not (self.ordered_by_streams and bucket.flight.work.wait(0.0)):
-                    self.wait(bucket.flight.work, f"bucket {index} of backward {self.reductions}")
-                    self._advance()
-                bucket.put_result(bucket.flight.land())
-            bucket.move(BucketState.LANDED)
-            self.trace.stamp(Moment.WAIT_LEFT, self.reductions, index)
+    # ---- reports
+
+    def _send_report(self) -> None:
+        """Tell the other ranks what this one has to tell. A step that goes into a CUDA graph tells nothing: its replays
+        would tell the same again."""
+        on_device = self.schedule.stream_ordered
+        if on_device and torch.cuda.is_current_stream_capturing():
+            return
+        observer = self.schedule.observer
+        found = Findings() if observer is None else observer.findings(self.bucket_set.results(), on_device=on_device)
+        contribution = self.contribution
+        told = contribution.report(self, found)
+        contribution.sent = self.reports.send(told, found, on_device=on_device, computed=contribution.computed)
+        contribution.sent.graph_error = contribution.graph_error
+
+    def _read_reports(self) -> Exception | None:
+        """Read the reports that are due, and give the gradients back. Returns the error that all ranks raise.
+
+        On a host, which waits for the sums anyway, and until buckets are planned, those of this reduction are due;
+        where streams order collectives, those of the one before. A step that a CUDA graph captures has none.
+        """
+        mine = self.contribution.sent
+        if mine is None:
+            return self._give_back(settle_unread(self, None))
+        error: Exception | None = None
+        later = self.schedule.stream_ordered and self.planning.settled and self.sync_in_join is None
+        for found, rows in self.reports.read(mine, self.wait, later=later):
+            if not is_aborted(rows):
+                self.reports.gathered_votes = [row.votes for row in rows]
+            if error is None:
+                error = self._give_back(settle(self, rows)) if found is mine else error_of_earlier(self, rows, found)
+        return (self._give_back(settle_unread(self, mine)) if later else None) or error
+
+    def _give_back(self, settled: Settled) -> Exception | None:
+        """Every parameter gets its gradient, unless nobody has any. Returns the error to raise."""
+        if settled.refuses is not None:
+            self.refused = settled.refuses
+        if settled.aborted:
+            return settled.error
+        self.uses, self.dropped = settled.uses, settled.dropped or settled.error is not None
+        if not self.optimizes_in_backward:
+            publish_grads(self.bucket_set, self.uses, lent=self.contribution.role is StepRole.EMPTY)
+        self.step_state.reduced()
+        if settled.plans:
+            self.planning.after_reduction(self.bucket_set, self.ready_order)
+        self._wait_for_buffer_hooks()
+        return settled.error
+
+    def _wait_for_buffer_hooks(self) -> None:
+        for future in self.after_backward:
+            self.wait(FutureWork(future), f"a buffer hook of backward {self.reductions}")
+        self.after_backward.clear()
 
     # ---- one backward
 
@@ -293,81 +282,76 @@ class Reducer:
             return found
         if (due := self._unsettled) is not None and due.is_own(self.lock, lambda: self._unsettled is due):
             self.receive()
-        self.set.forget_arrived() if self.backwards.current is None else self.abandon()
+        self.bucket_set.forget_arrived() if self.backwards.current is None else participation.abandon(self)
         if self.refused is not None:
             raise self.refused()
-        self.relay_now()
-        if self.weighting.micros:
+        self.apply_pending_layout()
+        if self.weighting.microbatches:
             resume_step(self)
         alone = self.is_alone()
         if not alone:
             self.prepare()
+        self.bucket_set.begin_backward()
         syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap
         backward = self.backwards.open(task, syncs=syncs, alone=alone)
-        self._polls = self.transport.inline or self.reduction.chains
+        self.schedule.begin()
         self.trace.stamp(Moment.BACKWARD_ENTERED, self.reductions)
         if alone and not self.hooks and backward.adds is not False:
-            self._begin(backward)
+            self.begin(backward)
         return backward
 
-    def _begin(self, backward: Backward) -> None:
+    def begin(self, backward: Backward) -> None:
         """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""
         backward.delivered = True
-        if self.lanes is not None:
-            lane_step.check_open(self)
-        if self.weighting.micros and self.lanes is None:  # lanes begin with empty gradients, and fold what they make
-            self.set.forget_thrown_away()
+        self.batch.begin_backward()
         self.weighting.note_backward()
-        self.scale = self.weighting.on_the_way_in(self.division())
+        self.schedule.scale = self.weighting.scale_in(self.division())
         if not backward.syncs:
-            self.ledger.window_open = True
-        elif self.lanes is None or self.lanes.last:
+            self.step_state.window_open = True
+        elif self.batch.last:
             self.begin_reduction()
 
     def is_alone(self) -> bool:
-        """Whether the mean over all ranks is what autograd has made already.
-
-        Then gradients stay where they are and there are no buckets. Nor are parameters hooked, unless someone wants to
-        know which of them took part: a world of one costs nothing over the bare module.
-        """
+        """Whether the mean over all ranks is what autograd has made already. Then there are no buckets, and no hooks
+        either, unless someone wants to know which parameters took part: a world of one costs nothing."""
         return (
-            self.transport.alone
-            and self.reduction.trivial_alone
+            self.group.single
+            and self.schedule.reduction.trivial_alone
             and self.weighting.plain
-            and self.lanes is None
+            and not self.batch.has_lanes
             # On a device the update is gated instead: see replica/gate.py.
-            and not (self.oversight and self.oversight.looks_at_sums and self.device.type == "cpu")
+            and not (self.schedule.looks_at_sums and self.device.type == "cpu")
             and not self.settings.hold
-            and not self.set.laid  # once there are buckets, gradients go through them
+            and not self.bucket_set.allocated  # once there are buckets, gradients go through them
         )
 
     def prepare(self) -> None:
         """Have buckets, and hooks that fill them."""
-        if not self.set.laid:
-            self.set.lay(self.transport)
-        self.hooks.hang()
+        if not self.bucket_set.allocated:
+            self.bucket_set.allocate(self.transport)
+        self.hooks.register()
 
     def _at_end(self) -> None:
-        """Autograd has produced the last gradient. See `reducer.backward.beside` for why this is done in two parts."""
+        """Autograd has produced the last gradient. Why this is done in two parts: see `UnsettledReducers`."""
         with self.lock, torch.no_grad():
             backward = self.backwards.current
             if backward is None:
                 return
             if backward.met_another:
-                self.turn.abort = Abort.THREADS
-                self.abandon()
+                self.contribution.abort = Abort.THREADS
+                participation.abandon(self)
                 raise BackwardAborted(TWO_THREADS, ranks=[self.transport.rank])
             if backward.alone and not self.hooks:
                 if backward.delivered:
                     self._finish_alone(backward)
             elif backward.reduces:
                 if not backward.delivered:  # the loss touched no parameter, but the other ranks wait
-                    self.begin_reduction() if self.lanes is None else self._begin(backward)
-                if self.lanes is None or lane_step.close(self):
+                    self.batch.begin_untouched(backward)
+                if self.batch.end_backward():
                     self._send()
-                    running = autograd.at_end_of_backward(self._at_very_end)
+                    running = at_end_of_backward(self._at_very_end)
                     self._unsettled = Settlement(running, threading.get_ident())
-                    beside.add(self)
+                    unsettled_reducers.add(self)
                     return
             elif backward.delivered:
                 self._end_unreduced()
@@ -380,120 +364,121 @@ class Reducer:
                 try:
                     self.receive()
                 except PacelineError:
-                    taking_part.discard_others(self)
+                    participation.discard_others(self)
                     raise
                 self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions)
 
     def _end_unreduced(self) -> None:
         """A backward that only adds to the gradients is over."""
-        self.set.keep(self.scale, held=self._holds)
+        for bucket in self.bucket_set.buckets:
+            keep(bucket, self.schedule.scale, held=self._holds)
         if self.on_finished is not None:
             self.on_finished()
         if self._holds:  # until the next backward, so that zero_grad() can throw them away
-            self.set.show_all()
+            show_all(self.bucket_set)
 
     def progress(self) -> None:
         """Do what the other ranks wait for, while this one waits for something else."""
-        if self._polls:
-            self._advance()
-        if self.turn.sent is None and self.set.next > self.set.last and not self.set.any_in_flight():
-            self._land()
-            send_report(self)
+        if self.schedule.polls:
+            self.schedule.advance()
+        if self.contribution.sent is None and self.schedule.launched_all and not self.schedule.any_under_way():
+            self.schedule.wait_results()
+            self._send_report()
 
     def _finish_alone(self, backward: Backward) -> None:
         self.trace.stamp(Moment.BACKWARD_END, self.reductions)
         if backward.syncs:
-            wait_for_buffer_hooks(self)
-            self.ledger.reduced()
+            self._wait_for_buffer_hooks()
+            self.step_state.reduced()
             self.reset()
         else:
-            self.set.note_unreduced()
+            note_unreduced(self.bucket_set)
 
-    def begin_reduction(self) -> None:
-        self.reductions += 1
+    def begin_reduction(self, role: StepRole = StepRole.FULL) -> None:
+        """A reduction begins, in which this rank takes part as `role` says."""
+        self.schedule.number += 1
+        self.contribution.role = role
         self.ready_order = []
         if not self.planning.over:
-            self.planning.begin(self.reductions, chains=self.reduction.chains)
+            self.planning.begin(self.reductions, multi_step=self.schedule.reduction.multi_step)
         self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
-        if self.oversight is not None and self.lanes is None:  # in lanes the step has begun long ago
-            self.oversight.begin(self.reductions)
+        self.batch.begin_reduction()
+
+    def abort(self) -> None:
+        """Complete a reduction that the others wait for, without gradients."""
+        self.bucket_set.drop_gradients()
+        self.contribution.mark_aborted()
+        self.finish()
 
     def reset(self) -> None:
-        if self.set.leave_flying_memory(self.transport) and self.lanes is not None:
-            self.lanes.forget_memory()
-        self.set.rearm()
+        self.batch.reset(memory_lost=self.bucket_set.replace_memory_in_flight(self.transport))
+        self.bucket_set.rearm()
+        self.schedule.rearm()
         self.weighting.reset()
-        self.ledger.closed()
-        self.turn = Turn()
-        if self.lanes is not None:
-            self.lanes.end()
+        self.step_state.closed()
+        self.contribution = Contribution()
 
     def division(self) -> Division:
-        return Division(self.reduction.divides(self.transport, self.device), self.transport.size, self.divisor)
+        return Division(self.schedule.reduction.divides(self.transport, self.device), self.transport.size, self.divisor)
 
     def wait(self, work: Work, what: str) -> None:
-        self.group.wait(work, what, beside.of(self))
+        self.group.wait(work, what, unsettled_reducers.of(self))
 
     # ---- what the replica calls
 
     def before_forward(self, *, grads: bool, training: bool) -> None:
         """Forget a backward that failed, take up a new layout, and note that a step has begun."""
         with self.lock, torch.no_grad():
-            if self.watcher.error is not None:
-                raise self.watcher.error
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self.watcher.forget()
+            self.reports.raise_watcher_error()
             if self.hooks:
-                self.hooks.follow_swaps()
-                if grads and any(slot.asleep for slot in self.set.slots):
-                    self.hooks.wake()
+                self.hooks.follow_swaps(takes_over=grads)
             elif self.settings.asks_for_uses or self.hooks.shared() or not self.is_alone():
-                self.hooks.hang()
+                self.hooks.register()
             if self.backwards.failed():
-                self.abandon()
+                participation.abandon(self)
             if self._unsettled is not None and self._unsettled.running() is None:
-                taking_part.discard_unsettled(self)
+                participation.discard_unsettled(self)
             self.refused = None
             if grads and self.backwards.current is None:
-                if not self.settings.hold and self.set.follow_parameters(self.settings.caps, self.transport):
-                    self.planning.begin_anew(self.set.layout, self.reductions)
-                    lane_step.laid_anew(self)
-                self.relay_now()
+                if not self.settings.hold and self.bucket_set.follow_parameters(self.settings.caps, self.transport):
+                    self.planning.begin_anew(self.bucket_set.layout, self.reductions)
+                    self.batch.memory_moved()
+                self.apply_pending_layout()
             if grads and self.sync_on and self.settings.overlap:
-                self.ledger.forwards_pending += training
-                beside.note_called(self)
+                self.step_state.forwards_pending += training
+                unsettled_reducers.note_called(self)
             elif grads:
-                self.ledger.window_open = True
+                self.step_state.window_open = True
 
     def on_output_backward(self, _: torch.Tensor) -> None:
         """A backward has come to an output of the replica: see `ParamHooks.watch_output`."""
         with self.lock:
-            if not all(slot.asleep for slot in self.set.slots):
+            if not all(slot.owned_elsewhere for slot in self.bucket_set.slots):
                 self._enter(task_id())
-
-    def abandon(self) -> None:
-        taking_part.abandon(self)
 
     def others_wait(self) -> bool:
         """Whether the loss of a training forward touched no parameter here, so that the others still wait."""
         if self.backwards.failed():
-            self.abandon()
-        return self.sync_on and self.ledger.others_wait(self.set.slots)
+            participation.abandon(self)
+        return self.sync_on and not self.batch.has_lanes and self.step_state.others_wait(self.bucket_set.slots)
 
-    @property
-    def in_backward(self) -> bool:
-        return self.backwards.current is not None and not self.backwards.failed()
-
-    @property
-    def everyone(self) -> int:
-        """How many there are to take the mean over: lanes, or ranks."""
-        return self.transport.size if self.lanes is None else self.lanes.count
-
-    def relay_now(self) -> bool:
+    def apply_pending_layout(self) -> bool:
         """Take up the planned layout, if there is one and nothing is under way."""
         with self.lock, torch.no_grad():
-            if self.backwards.current is not None or (self.lanes is not None and self.lanes.holds):
+            if self.backwards.current is not None or self.batch.holds:
                 return False
-            if moved := self.set.move_to_plan(self.transport):
-                lane_step.laid_anew(self)
+            if moved := self.bucket_set.relayout(self.transport):
+                self.batch.memory_moved()
             return moved
+
+    def follow_group(self, reduction: Reduction) -> None:
+        """The group has moved to another transport; the order of gradients is learned anew by the new set of ranks."""
+        check_goes_over(self.transport, reduction, self.device)
+        forget_other_ranks(reduction)
+        self.schedule.reduction = reduction
+        self.schedule.start_over()
+        self.batch.follow_group()
+        self.divisor = self.batch.count
+        self.bucket_set.move_memory(self.transport)
+        self.reports.start_over()
+        self.planning = Planning(self.settings, self.group, self.device)

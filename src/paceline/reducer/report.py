@@ -1,28 +1,30 @@
-"""What ranks tell each other once per reduction, and what follows from it.
+"""What ranks tell each other once per reduction, and how it travels.
 
 The reports of all ranks are gathered by one small collective beside the last buckets. They do not ride inside one,
 because a communication hook may compress it, its dtype may not hold them, and only when backward has ended is it known
-whether it ended well. How they travel, and when they are read, stands in `exchange.py`.
+whether it ended well. What follows from them stands in `settle.py`; how they travel where streams order collectives, in
+`device_reports.py`.
 """
 
-import logging
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum, Flag
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.collectives.group import Group
-from paceline.errors import BackwardAborted, CollectiveMismatch, GraphChanged, UnusedParameters
-from paceline.reducer.slot import GradSlot
+from paceline.collectives.protocols import Transport, Work
+from paceline.collectives.watcher import Watcher
+from paceline.errors import GraphChanged
+from paceline.reducer.bucket import GradSlot
 
-logger = logging.getLogger("paceline")
+if TYPE_CHECKING:
+    from paceline.reducer.device_reports import DeviceReports
 
-# Where a report has what is read on the device: a rank's gradients are not to be used (a float32, 1.0 or 0.0, in the
-# first half of the column), its weight, the digest of its state, and what it has found not to be finite.
-BROKEN, WEIGHT, STATE, NOT_FINITE = 0, 5, 13, 15
-HEADER = 20  # columns before those of used parameters and of lanes
 BITS = 62  # used parameters per column
 
 
@@ -56,28 +58,37 @@ class Abort(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Findings:
+    """What one rank tells the others of its state and of the sums it has seen. A tensor: only the device knows it."""
+
+    state: int | torch.Tensor = 0  # digest of a part of the state: must be equal
+    signature: int = 0  # digest of what the state is made of; 0: this rank's is not to be compared
+    not_finite: int | torch.Tensor = 0  # what was found not to be finite: see agree/finite.py
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank tells."""
+    """What one rank tells. Every field but the last two is one column of 64 bits, in this order."""
 
     reduction: int  # how many reductions this rank has begun: must be equal
     unused: int  # parameters that took no part
     late: int  # gradients that came after their bucket had left
     mode: Mode  # plain and weighted backwards must not meet
     weight: float  # sum of the weights of this rank's microbatches
-    micros: int = 0  # backwards since the last reduction
+    microbatches: int = 0  # backwards since the last reduction
     ready: int = 0  # gradients that came through a backward
     graph_changed: bool = False  # though it was declared static
     abort: Abort = Abort.NO
     skipped: bool = False  # this rank has no part in the mean
     votes: Vote = Vote.NOTHING
     calls: int = 0  # digest of all buckets that were ever launched: must be equal
-    state: int = 0  # see reducer/oversight.py for this one and the next two
+    state: int = 0  # see reducer/step_observer.py for this one and the next two
     signature: int = 0
     not_finite: int = 0
     lane_step: int = 0  # the step whose lanes run: must be equal
     lane_shape: int = 0  # see reducer/lane_shapes.py
     several: bool = False  # other replicas take part in the same backward: see reducer/backward.py
-    asleep: int = 0  # digest of the parameters that another replica reduces, which shares them: must be equal
+    owned_elsewhere: int = 0  # digest of the parameters that another replica reduces, which shares them: must be equal
     used: tuple[int, ...] = ()  # which parameters took part, BITS of them in each number
     lane_weights: tuple[float, ...] = ()  # of the lanes that this rank ran, and zeros
 
@@ -87,69 +98,43 @@ class StepReport:
         return self.abort is not Abort.NO or self.late > 0
 
     def encode(self) -> list[int]:
-        return [
-            _ONE if self.broken else 0,
-            self.reduction,
-            self.unused,
-            self.late,
-            self.mode.value,
-            *_bits(self.weight),
-            self.micros,
-            self.ready,
-            int(self.graph_changed),
-            self.abort.value,
-            int(self.skipped),
-            self.votes.value,
-            self.calls,
-            self.state,
-            self.signature,
-            self.not_finite,
-            self.lane_step,
-            self.lane_shape,
-            int(self.several),
-            self.asleep,
-            *self.used,
-            *_bits(*self.lane_weights),
-        ]
+        columns = [to_column(getattr(self, name)) for name, to_column, _ in _COLUMNS]
+        return [_ONE if self.broken else 0, *columns, *self.used, *_to_bits(*self.lane_weights)]
 
     @classmethod
     def decode(cls, row: Sequence[int], lanes: int = 0) -> "StepReport":
         """`lanes`: how many columns at the end are weights of lanes."""
+        values: list[Any] = [read(value) for value, (_, _, read) in zip(row[1:HEADER], _COLUMNS, strict=True)]
         middle = len(row) - lanes
-        return cls(
-            reduction=row[1],
-            unused=row[2],
-            late=row[3],
-            mode=Mode(row[4]),
-            weight=_floats(row[5:6])[0],
-            micros=row[6],
-            ready=row[7],
-            graph_changed=bool(row[8]),
-            abort=Abort(row[9]),
-            skipped=bool(row[10]),
-            votes=Vote(row[11]),
-            calls=row[12],
-            state=row[13],
-            signature=row[14],
-            not_finite=row[15],
-            lane_step=row[16],
-            lane_shape=row[17],
-            several=bool(row[18]),
-            asleep=row[19],
-            used=tuple(row[HEADER:middle]),
-            lane_weights=_floats(row[middle:]),
-        )
+        values += (tuple(row[HEADER:middle]), _from_bits(row[middle:]))
+        return cls(*values)
 
 
-_ONE = int.from_bytes(struct.pack("<f", 1.0), "little")
-
-
-def _bits(*values: float) -> tuple[int, ...]:
+def _to_bits(*values: float) -> tuple[int, ...]:
     return struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values))
 
 
-def _floats(words: Sequence[int]) -> tuple[float, ...]:
-    return struct.unpack(f"<{len(words)}d", struct.pack(f"<{len(words)}q", *words))
+def _from_bits(columns: Sequence[int]) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(columns)}d", struct.pack(f"<{len(columns)}q", *columns))
+
+
+def _codec(kind: Any) -> tuple[Callable[[Any], int], Callable[[int], Any]]:
+    """How a field of type `kind` becomes a column, and a column such a field."""
+    if kind is float:
+        return lambda value: _to_bits(value)[0], lambda column: _from_bits((column,))[0]
+    return (int, kind) if kind in (int, bool) else (lambda value: int(value.value), kind)
+
+
+HEADER = len(fields(StepReport)) - 1  # columns before those of used parameters and of lanes
+_COLUMNS = [(field.name, *_codec(field.type)) for field in fields(StepReport)[:-2]]
+_ONE = int.from_bytes(struct.pack("<f", 1.0), "little")
+
+# Where a report has what is read on the device. The first column says that a rank's gradients are not to be used: a
+# float32, 1.0 or 0.0, in its first half.
+BROKEN = 0
+MODE, WEIGHT, STATE, NOT_FINITE = (
+    1 + [name for name, *_ in _COLUMNS].index(column) for column in ("mode", "weight", "state", "not_finite")
+)
 
 
 def used_bits(slots: Sequence[GradSlot]) -> tuple[int, ...]:
@@ -161,6 +146,7 @@ def used_bits(slots: Sequence[GradSlot]) -> tuple[int, ...]:
     return tuple(found)
 
 
+@cache  # asked in every step, for the same number
 def all_used(count: int) -> tuple[int, ...]:
     """The same, if all of `count` parameters took part."""
     whole, rest = divmod(count, BITS)
@@ -172,136 +158,86 @@ def count_uses(reports: Sequence[StepReport], count: int) -> list[int]:
     return [sum(row.used[index // BITS] >> index % BITS & 1 for row in reports) for index in range(count)]
 
 
-def check_together(rows: Sequence[StepReport]) -> None:
-    """Raise, on every rank alike, when the reports of all ranks cannot belong together."""
-    if any(row.abort is not Abort.NO for row in rows):
-        return
-    counts = [row.reduction for row in rows]
-    if len(set(counts)) > 1:
-        raise CollectiveMismatch(
-            f"ranks reduced gradients of different steps: {_by_rank(counts)} reductions so far; run the same number of "
-            f"backward passes, and the same no_sync() blocks, on every rank"
-        )
-    if len({row.calls for row in rows}) > 1:
-        raise CollectiveMismatch(
-            f"internal error: bucket schedules diverged between ranks ({_by_rank([f'{r.calls:x}' for r in rows])}), so "
-            f"gradients of different parameters may have been added up; please report this"
-        )
-    if len({row.asleep for row in rows}) > 1:
-        raise CollectiveMismatch(
-            "replicas share parameters, which the one that was called last reduces, and ranks have called them in "
-            "different orders, so their gradients do not belong together; call these replicas in one order on all ranks"
-        )
-    _check_lanes(rows)
-    modes = {row.mode for row in rows}
-    if Mode.MIXED in modes or {Mode.PLAIN, Mode.WEIGHTED} <= modes:
-        raise CollectiveMismatch(
-            f"some backwards of this step ran inside weight() and some outside ({_by_rank([r.mode.name for r in rows])}"
-            f"); put every micro of a step, on every rank, inside weight()"
-        )
-    _warn_of_uneven_micros(rows)
+@dataclass(eq=False, slots=True)
+class PendingReports:
+    """The reports of one reduction, on their way. They may be read once `work` is complete."""
+
+    number: int
+    work: Work
+    peek: Callable[[], list[StepReport]]
+    release: Callable[[], None] = lambda: None
+    on_device: torch.Tensor | None = None  # one row per rank, ordered after the collective on the current stream
+    broken: torch.Tensor | None = None  # there, for each rank: 1.0 if its gradients must not be used
+    graph_error: GraphChanged | None = None  # of this rank
+    gated: bool = False  # an optimizer was told, on the device, whether to take its step
+    computed: Work | None = None  # on a device: done when this rank has computed all that it sent
+
+    @property
+    def what(self) -> str:
+        return f"the reports of reduction {self.number}"
+
+    def rows(self) -> list[StepReport]:
+        """One report per rank. The memory that they came in is used again."""
+        found = self.peek()
+        self.release()
+        return found
 
 
-def _check_lanes(rows: Sequence[StepReport]) -> None:
-    steps = [row.lane_step for row in rows]
-    if len(set(steps)) > 1:
-        raise CollectiveMismatch(
-            f"ranks run lanes of different steps ({_by_rank(steps)}), so their random numbers do not belong together; "
-            f"give model.lanes(micros, step) the same step on every rank"
-        )
+class ReportExchange:
+    """Sends this rank's report of every reduction, and has those of all ranks when they are due."""
 
+    def __init__(self, group: Group, on_device: "DeviceReports | None") -> None:
+        """`on_device`: sends them where streams may order collectives."""
+        self._group = group
+        self._on_device = on_device
+        self.votes = Vote.NOTHING  # of this rank, told in the next reduction
+        self.gathered_votes: list[Vote] = []  # of all ranks, in the last reduction whose reports were read
+        self.unread: deque[PendingReports] = deque()  # on their way, oldest first
+        self.watcher = Watcher(group)
 
-def _warn_of_uneven_micros(rows: Sequence[StepReport]) -> None:
-    micros = [row.micros for row in rows]
-    if rows[0].mode is Mode.PLAIN and len({count for count in micros if count}) > 1:
-        logger.warning(
-            "ranks ran different numbers of backwards for one reduction (%s), so their batches count differently in "
-            "the mean; use the same no_sync() blocks on every rank, or weight()",
-            _by_rank(micros),
-        )
-
-
-def aborted_error(rows: Sequence[StepReport], consequence: str = "") -> BackwardAborted:
-    """What ranks are told when a rank had no gradients. `consequence`: what became of the step, if it is over."""
-    ranks = [rank for rank, row in enumerate(rows) if row.abort is not Abort.NO]
-    listed = ", ".join(str(rank) for rank in ranks)
-    threads = any(row.abort is Abort.THREADS for row in rows)
-    why = "met a second backward of the same replica, on another thread," if threads else "ended with an exception"
-    advice = "run the backwards of a replica one after another" if threads else "see that rank's own error"
-    then = consequence or "so there are no gradients for this step on any rank"
-    return BackwardAborted(
-        f"the backward {why} on rank {listed}, {then}; {advice}, then skip the step or stop on all ranks", ranks=ranks
-    )
-
-
-def skipped_error(rows: Sequence[StepReport], step: str) -> CollectiveMismatch:
-    """A rank has called skip_batch() where the others could not hear of it in time."""
-    listed = ", ".join(str(rank) for rank, row in enumerate(rows) if row.skipped)
-    return CollectiveMismatch(
-        f"rank {listed} called skip_batch() in {step}, but on this transport the others divide by all ranks unless "
-        f"microbatches are weighted, and their last update did; run every backward inside model.weight(n)"
-    )
-
-
-def graph_error(rows: Sequence[StepReport]) -> GraphChanged:
-    """What the ranks whose own graph is unchanged are told."""
-    listed = ", ".join(str(rank) for rank, row in enumerate(rows) if row.graph_changed)
-    return GraphChanged(
-        f"Your training graph has changed in this iteration on rank {listed}, which is not compatible with "
-        f"static_graph=True; see that rank's own error for the parameters"
-    )
-
-
-def _by_rank(values: Sequence[object]) -> str:
-    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-def reduce_late(slots: Sequence[GradSlot], group: Group, scale: float) -> None:
-    """Reduce what nested backwards delivered after the buckets had left, and add it. All ranks call it, or none."""
-    transport = group.transport
-    flags = torch.tensor([slot.late for slot in slots], dtype=torch.int32, device="cpu")
-    group.wait(transport.all_reduce(flags), "the list of late gradients")
-    for slot, flag in zip(slots, flags.tolist(), strict=True):
-        if not flag:
-            continue
-        grad, extra = slot.param.grad, torch.zeros_like(slot.view)  # equal dtype on all ranks, whatever the gradient's
-        if grad is not None and scale != 0.0:  # not a product: see Bucket._collect_one
-            extra = extra + grad * scale if slot.meta.sparse else extra.add_(grad, alpha=scale)
-        group.wait(transport.all_reduce(extra), f"the late gradient of {slot.meta.name}")
-        slot.param.grad = None
-        if slot.meta.sparse:
-            slot.bucket.flat = slot.bucket.flat + extra
+    def send(self, told: StepReport, found: Findings, *, on_device: bool, computed: Work | None) -> PendingReports:
+        """Tell the other ranks. `computed`: done when the device has computed all that this rank has sent."""
+        if on_device:
+            assert self._on_device is not None
+            sent = self._on_device.send(told, self._group.transport, found)
+            sent.computed = computed
+            self.watcher.watch(sent)
         else:
-            slot.view.add_(extra)
+            sent = send_from_host(told, self._group.transport)
+        self.votes = Vote.NOTHING
+        return sent
+
+    def read(
+        self, mine: PendingReports, wait: Callable[[Work, str], None], *, later: bool
+    ) -> Iterator[tuple[PendingReports, Sequence[StepReport]]]:
+        """The reports that are due, oldest first. `later`: those of the newest reduction, `mine`, are not."""
+        self.unread.append(mine)
+        while len(self.unread) > later:
+            found = self.unread.popleft()
+            wait(found.work, found.what)
+            yield found, found.rows()
+
+    def raise_watcher_error(self) -> None:
+        """Raise what the watcher has found since the last step. A CUDA graph that is captured has no events to ask."""
+        if self.watcher.error is not None:
+            raise self.watcher.error
+        if self._on_device is not None and torch.cuda.is_current_stream_capturing():
+            self.watcher.forget()
+
+    def start_over(self) -> None:
+        """With another set of ranks: nobody answers the old reports any more."""
+        self.unread.clear()
+        self.watcher.close()
+        self.watcher = Watcher(self._group)
 
 
-def unused_error(slots: Sequence[GradSlot], rows: Sequence[StepReport]) -> UnusedParameters:
-    """The same error for every rank: which parameters took no part, and where."""
-    lines = []
-    for index, slot in enumerate(slots):
-        ranks = [rank for rank, row in enumerate(rows) if not row.used[index // BITS] >> index % BITS & 1]
-        if ranks:
-            lines.append(f"  {slot.meta.name}: {_where(ranks, len(rows))}")
-    return _unused(lines, "the backward")
+def send_from_host(report: StepReport, transport: Transport) -> PendingReports:
+    encoded = torch.tensor(report.encode(), dtype=torch.int64, device="cpu")
+    gathered = torch.empty(transport.size, len(encoded), dtype=torch.int64, device="cpu")
+    work = transport.all_gather(gathered, encoded)
+    lanes = len(report.lane_weights)
 
+    def rows() -> list[StepReport]:
+        return [StepReport.decode(row, lanes) for row in gathered.tolist()]
 
-def unused_in_lanes(slots: Sequence[GradSlot], uses: Sequence[int]) -> UnusedParameters | None:
-    """The error for every rank, if there are parameters that no lane of this step has used."""
-    lines = [f"  {slot.meta.name}: unused in all lanes" for slot in slots if not uses[slot.index]]
-    return _unused(lines, "any lane of this step") if lines else None
-
-
-def _unused(lines: Sequence[str], where: str) -> UnusedParameters:
-    return UnusedParameters(
-        f'unused="error" was asked for, and these parameters took no part in {where}:\n'
-        + "\n".join(lines)
-        + '\nUse them in the loss, freeze them (requires_grad_(False)) before wrapping, or pass unused="zero".'
-    )
-
-
-def _where(ranks: Sequence[int], size: int) -> str:
-    if len(ranks) == size:
-        return "unused on all ranks"
-    if len(ranks) == 1:
-        return f"unused on rank {ranks[0]} only"
-    return "unused on ranks " + ", ".join(str(rank) for rank in ranks)
+    return PendingReports(report.reduction, work, rows)

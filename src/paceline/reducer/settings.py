@@ -5,16 +5,17 @@ from dataclasses import dataclass
 from paceline.layout import BucketCaps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReducerSettings:
-    """What the user chose, equal on every rank."""
+    """What the user chose, equal on every rank. The replica and its reducer share one."""
 
     caps: BucketCaps
     plans_buckets: bool = False  # sizes are planned from measured times; until then, and without it, `caps` rules
+    keeps_layout: bool = False  # buckets stay as they were laid out first, as those of units do
     overlap: bool = True
     unused: str = "zero"  # or "error"
     static_graph: bool = False
-    skip_unused: bool = False  # the user vouches that ranks agree on unused parameters: leave out unused buckets
+    skip_unused: bool = False  # the user guarantees that ranks agree on unused parameters: leave out unused buckets
     hold: bool = False  # never show unreduced gradients: their dtype is not the parameter's (mixed precision)
 
     @property

@@ -1,111 +1,128 @@
-"""After the last bucket: what the ranks told each other is applied, and the gradients go back to their parameters."""
+"""After the last bucket: sums become the means that were asked for, and the gradients go back to their parameters."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-
-from paceline.collectives.group import Group
-from paceline.reducer import report
+from paceline.reducer import report_errors
 from paceline.reducer.buckets import BucketSet
-from paceline.reducer.lanes import late_gradient, total_weight
-from paceline.reducer.report import WEIGHT, Mode, StepReport
+from paceline.reducer.late_gradients import drop_late, reduce_late, scale_of_late
+from paceline.reducer.report import Abort, Mode, StepReport, count_uses
 from paceline.reducer.settings import ReducerSettings
-from paceline.reducer.weighting import Division, Weighting
+from paceline.reducer.step import Division, StepRole, Weighting
+
+if TYPE_CHECKING:
+    from paceline.reducer.reducer import Reducer
+
+
+def check_together(rows: Sequence[StepReport]) -> None:
+    """Raise, on every rank alike, when the reports of all ranks cannot belong together."""
+    told = {(row.reduction, row.calls, row.owned_elsewhere, row.lane_step, row.mode, row.microbatches) for row in rows}
+    if len(told) > 1 or rows[0].mode is Mode.MIXED:
+        report_errors.explain_mismatch(rows)
+
+
+def is_aborted(rows: Sequence[StepReport]) -> bool:
+    """Whether some rank had no gradients, so that nobody has."""
+    return any(row.abort is not Abort.NO for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What a reduction has shown."""
+    """What a reduction has come to."""
 
-    uses: list[int] | None  # on how many ranks each parameter took part; None: on every one
-    error: Exception | None  # to be raised, the same on every rank, once everything is in its place again
+    uses: list[int] | None = None  # on how many ranks each parameter took part; None: on every one
+    error: Exception | None = None  # to be raised, the same on every rank, once everything is in its place again
+    dropped: bool = False  # gradients are empty, so that an optimizer that steps changes nothing
+    aborted: bool = False  # some rank had none, so nobody gets any
+    plans: bool = False  # what the first backwards have taught about buckets can be shared by all ranks
+    refuses: Callable[[], Exception] | None = None  # the error for further backwards, until there is a forward
 
 
-def settle(
-    rows: Sequence[StepReport],
-    buckets: BucketSet,
-    group: Group,
-    weighting: Weighting,
-    division: Division,
-    settings: ReducerSettings,
-) -> Settled:
+def settle(reducer: "Reducer", rows: Sequence[StepReport]) -> Settled:
     """Make the sums in the buckets the means that were asked for. All ranks call it, with the same reports."""
-    slots = buckets.slots
+    check_together(rows)
+    reducer.batch.check(rows)
+    if reducer.on_finished is not None:
+        reducer.on_finished()
+    if is_aborted(rows):
+        drop_late(reducer.bucket_set.slots)
+        return _aborted(rows, own=reducer.contribution.role is StepRole.ABORTED)
+    settled = _make_means(reducer, rows)
+    if reducer.schedule.observer is not None:
+        decision = reducer.schedule.observer.decide(rows, reducer.bucket_set.slots)
+        error = decision.error or settled.error
+        uses = [0] * len(reducer.bucket_set.slots) if decision.drops_gradients else settled.uses
+        settled = Settled(uses, error, dropped=decision.drops_gradients)
+    if any(row.graph_changed for row in rows):
+        error = settled.error or reducer.contribution.graph_error or report_errors.graph_error(rows)
+        settled = replace(settled, error=error)
+    plans = not reducer.planning.over and rows[0].ready > 0 and not any(row.several for row in rows)
+    return replace(settled, plans=True) if plans else settled
+
+
+def _aborted(rows: Sequence[StepReport], *, own: bool) -> Settled:
+    """No rank has gradients. The rank whose backward has failed knows why, and is told nothing."""
+    if own:
+        return Settled(aborted=True)
+    threads = any(row.abort is Abort.THREADS for row in rows)
+    # Then this rank may have a second backward to come, as that one had two at once. The error is made anew for it:
+    # once it is raised it holds the graph, which holds the replica, in a cycle that Python's collector does not see.
+    refuses = partial(report_errors.aborted_error, rows) if threads else None
+    return Settled(error=report_errors.aborted_error(rows), aborted=True, refuses=refuses)
+
+
+def _make_means(reducer: "Reducer", rows: Sequence[StepReport]) -> Settled:
+    buckets, division = reducer.bucket_set, reducer.division()
     if any(row.late for row in rows):
         if rows[0].lane_weights:
-            return Settled(None, late_gradient(slots))
-        report.reduce_late(slots, group, weighting.of_late(division))
+            return Settled(error=report_errors.late_gradient(buckets.slots))
+        reduce_late(buckets.slots, reducer.group, scale_of_late(reducer.weighting.current, division))
     factor = _factor(rows, division)
     if factor != 1.0:
-        for bucket in buckets.buckets:
-            bucket.flat.mul_(factor)
+        for part in buckets.results():
+            part.mul_(factor)
     if factor == 0.0:  # nobody had anything to add
-        return Settled([0] * len(slots), None)
-    return uses_of(rows, buckets, settings)
+        return Settled([0] * len(buckets.slots))
+    return uses_of(rows, buckets, reducer.settings)
 
 
 def uses_of(rows: Sequence[StepReport], buckets: BucketSet, settings: ReducerSettings) -> Settled:
     """On how many ranks each parameter took part, and whether that is an error."""
     slots = buckets.slots
     if not any(row.unused for row in rows):
-        return Settled(None, None)
-    uses = report.count_uses(rows, len(slots))
+        return Settled()
+    uses = count_uses(rows, len(slots))
     if settings.unused != "error":
-        return Settled(uses, None)
+        return Settled(uses)
     if rows[0].lane_weights:  # which ranks have not used a parameter depends on who ran which lanes
-        return Settled(uses, report.unused_in_lanes(slots, uses))
-    return Settled(uses, report.unused_error(slots, rows))
+        return Settled(uses, report_errors.unused_in_lanes(slots, uses))
+    return Settled(uses, report_errors.unused_error(slots, rows))
 
 
 def _factor(rows: Sequence[StepReport], division: Division) -> float:
     """By what the sums in the buckets are multiplied to make them means over what counts."""
     weighted = any(row.mode is Mode.WEIGHTED for row in rows)
     if rows[0].lane_weights:
-        total = total_weight([row.lane_weights for row in rows])
+        total = math.fsum(weight for row in rows for weight in row.lane_weights)  # exactly, whoever ran which lanes
         if not weighted:  # then gradients were divided by the number of lanes on their way in
             return division.divisor / total if total else 0.0
-        return Weighting.on_the_way_out(total, division)
+        return Weighting.scale_out(total, division)
     if weighted:
-        return Weighting.on_the_way_out(sum(row.weight for row in rows), division)
+        return Weighting.scale_out(sum(row.weight for row in rows), division)
     counting = len(rows) - sum(row.skipped for row in rows)
     factor = len(rows) / counting if counting else 0.0
-    return factor * Weighting.on_the_way_out(None, division)
+    return factor * Weighting.scale_out(None, division)
 
 
-def settle_on_device(
-    gathered: torch.Tensor, buckets: BucketSet, weighting: Weighting, division: Division, lanes: int
-) -> None:
-    """The same factor as `settle` has, from the reports as they are on the device, and nobody waits for it.
-
-    Weights are added lane by lane, each of which one rank has and all others have as zero: so the sum does not depend
-    on the number of ranks.
-    """
-    columns = gathered.view(torch.float64)
-    weights = columns[:, -lanes:].sum(0) if lanes else columns[:, WEIGHT]
-    total = weights.sum()
-    if weighting.mode is Mode.WEIGHTED:
-        counted = float(division.size if division.by_reduction else 1)
-    else:
-        counted = division.divisor
-    factor = torch.where(total > 0, counted / total, 0.0)
-    for bucket in buckets.buckets:
-        flat = bucket.flat
-        if flat.dtype in (
-            torch.float16,
-            torch.bfloat16,
-        ):  # their product would round the factor to their type
-            flat.copy_(flat.float().mul_(factor.float()))
-        else:
-            flat.mul_(factor.to(flat.dtype))
-
-
-def hand_back(buckets: BucketSet, uses: Sequence[int] | None, *, lent: bool) -> None:
+def publish_grads(buckets: BucketSet, uses: Sequence[int] | None, *, lent: bool) -> None:
     """Give every gradient back to its parameter. Where no rank used it, or it was only `lent`, as it was before."""
     for bucket in buckets.buckets:
         if uses is None and not lent:
-            bucket.hand_all_back()
+            bucket.publish_all()
             continue
         for slot in bucket.slots:
-            if not slot.asleep:
-                bucket.hand_back(slot, touched=not lent and (uses is None or uses[slot.index] > 0))
+            if not slot.owned_elsewhere:
+                bucket.publish_grads(slot, touched=not lent and (uses is None or uses[slot.index] > 0))

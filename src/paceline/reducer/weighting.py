@@ -1,121 +1,88 @@
-"""How much a micro counts: the division by ranks, and the weights of `weight(n)`."""
+"""Weighted microbatches are visible between backwards, so that zero_grad() can throw them away, and held during them:
+autograd would add to them without a weight."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.errors import UsageError
+from paceline.reducer.bucket import GradSlot
+from paceline.reducer.participation import abandon
 from paceline.reducer.report import Mode
-from paceline.reducer.slot import GradSlot
+from paceline.reducer.unreduced import first_with_gradient, has_foreign, hold_all, is_empty, is_thrown_away, show_all
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """By what the sum over all ranks is divided, and by whom."""
-
-    by_reduction: bool  # the reduction divides by `size` itself
-    size: int
-    divisor: float  # what is wanted: inside join() it may be less than `size`
-
-
-class Weighting:
-    """What kind of micros the step has had so far, and by what their gradients are multiplied."""
-
-    def __init__(self) -> None:
-        self.current: float | None = None  # inside weight(n): n
-        self.mode = self.last = Mode.NOTHING  # of this step so far, and of its last backward
-        self.total = 0.0
-        self.micros = 0
-
-    def note_backward(self) -> None:
-        self.last = Mode.PLAIN if self.current is None else Mode.WEIGHTED
-        self.mode = self.mode.and_then(self.last)
-        self.total += self.current or 0.0
-        self.micros += 1
-
-    def of_lane(self) -> float:
-        """How much the lane that ends here counts: the weights of its micros, or as much as any other."""
-        weight, self.total = (self.total if self.mode is Mode.WEIGHTED else 1.0), 0.0
-        return weight
-
-    def reset(self) -> None:
-        self.mode, self.total, self.micros = Mode.NOTHING, 0.0, 0
-
-    @property
-    def plain(self) -> bool:
-        """Whether no weight plays a part, neither in the backward that runs nor in those before it."""
-        return self.current is None and self.mode in (Mode.NOTHING, Mode.PLAIN)
-
-    def on_the_way_in(self, division: Division) -> float:
-        """By what a gradient is multiplied when it goes into its bucket."""
-        if self.current is not None:
-            return self.current
-        return 1.0 if division.by_reduction or self.mode is Mode.WEIGHTED else 1.0 / division.divisor
-
-    def of_late(self, division: Division) -> float:
-        """The same for gradients that are summed without the reduction, after it and before `on_the_way_out`."""
-        weight = 1.0 if self.current is None else self.current
-        if division.by_reduction:
-            return weight / division.size
-        return weight if self.current is not None else 1.0 / division.divisor
-
-    @staticmethod
-    def on_the_way_out(weight_of_all_ranks: float | None, division: Division) -> float:
-        """By what reduced gradients are multiplied; with weights, so that they are means over all tokens."""
-        if weight_of_all_ranks is None:
-            return division.size / division.divisor if division.by_reduction else 1.0
-        if weight_of_all_ranks == 0.0:
-            return 0.0
-        return (division.size if division.by_reduction else 1.0) / weight_of_all_ranks
+@contextmanager
+def weighted(reducer: "Reducer", weight: float) -> Iterator[None]:
+    """Backwards inside count as much as `weight` says."""
+    weighting = reducer.weighting
+    if weighting.current is None and (stale := _hold_weighted(reducer)) is not None:
+        raise UsageError(
+            f"weight() needs a step that starts from empty gradients, but {stale} already has one that did not come "
+            f"from a weighted microbatch; call optimizer.zero_grad() before the first microbatch, and put every "
+            f"microbatch inside weight()"
+        )
+    before, weighting.current = weighting.current, weight
+    try:
+        yield
+    finally:
+        weighting.current = before
+        if before is None:
+            show_all(reducer.bucket_set)  # so that zero_grad() can throw them away
 
 
-def hold_weighted(reducer: "Reducer") -> str | None:
-    """Hold what earlier micros of this step have left, so that autograd does not add to it unweighted.
+def _hold_weighted(reducer: "Reducer") -> str | None:
+    """Hold what earlier microbatches of this step have left, so that autograd does not add to it unweighted.
 
-    Returns the name of a parameter whose gradient did not come from a weighted micro of this step, if there is one.
+    Returns the name of a parameter whose gradient did not come from a weighted microbatch of this step, if any.
     """
     with reducer.lock, torch.no_grad():
         if reducer.backwards.failed():
-            reducer.abandon()
+            abandon(reducer)
         reducer.prepare()
-        if reducer.weighting.mode is Mode.WEIGHTED and not reducer.set.is_thrown_away() and reducer.set.hold_all():
+        if (
+            reducer.weighting.mode is Mode.WEIGHTED
+            and not is_thrown_away(reducer.bucket_set)
+            and hold_all(reducer.bucket_set)
+        ):
             return None
-        stale = reducer.set.first_with_gradient()
-        if stale is None and reducer.backwards.current is None and reducer.lanes is None:
-            reducer.set.drop_gradients()
-            reducer.reset()  # what an earlier micro has left was thrown away by zero_grad()
+        stale = first_with_gradient(reducer.bucket_set)
+        if stale is None and reducer.backwards.current is None and not reducer.batch.has_lanes:
+            reducer.bucket_set.drop_gradients()
+            reducer.reset()  # what an earlier microbatch has left was thrown away by zero_grad()
         return stale
 
 
 def resume_step(reducer: "Reducer") -> None:
-    """A backward begins after other micros of the step. What zero_grad() has thrown away of them counts no more, and
-    what is left of weighted ones is held, since autograd would add to it unweighted."""
-    if reducer.lanes is not None and not reducer.lanes.backwards:
+    """A backward begins after other microbatches of the step. What zero_grad() has thrown away of them counts no more,
+    and what is left of weighted ones is held, since autograd would add to it unweighted."""
+    if not reducer.batch.resumes:
         return  # a lane begins with empty gradients
     weighted = reducer.weighting.mode is not Mode.PLAIN
-    if reducer.set.is_empty() or (weighted and reducer.set.is_thrown_away()):
-        reducer.set.drop_gradients()
-        for slot in reducer.set.slots:
-            slot.clear() if reducer.lanes is None else slot.clear_backward()  # earlier lanes have used what they have
+    if is_empty(reducer.bucket_set) or (weighted and is_thrown_away(reducer.bucket_set)):
+        reducer.bucket_set.drop_gradients()
+        for slot in reducer.bucket_set.slots:
+            slot.clear_backward() if reducer.batch.has_lanes else slot.clear()  # earlier lanes have used what they have
         reducer.weighting.reset()
     elif reducer.weighting.current is not None:
-        if reducer.set.has_foreign():
+        if has_foreign(reducer.bucket_set):
             raise UsageError(
                 "between two microbatches inside weight() a gradient was replaced, so it cannot be told how much it "
                 "counts; change gradients in place there, or after the last backward of the step"
             )
-        reducer.set.hold_all()
+        hold_all(reducer.bucket_set)
 
 
 def check_unweighted(slot: GradSlot) -> None:
     """A backward begins with the gradient of a parameter, and not in the replica's forward, where it could be seen."""
     if slot.attached():
         raise UsageError(
-            f"inside weight() a backward has added to the gradient of {slot.meta.name} before it came to an output of "
+            f"inside weight() a backward has added to the gradient of {slot.meta.name} before reaching an output of "
             f"the replica, so earlier microbatches and this one cannot be told apart; call the replica itself there, "
             f"and use its parameters only in it"
         )

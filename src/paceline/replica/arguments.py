@@ -59,11 +59,19 @@ def check_objects(*, timeout: float | None, transport: Any, reduction: Any) -> N
         raise UsageError(f"transport={transport!r} is not a Transport; expected a name, or an object with its methods")
     if reduction is not None and not (callable(reduction) and hasattr(reduction, "divides")):
         raise UsageError(
-            f"reduction={reduction!r} is not a Reduction; expected a value of paceline.strategies.reduction such as "
-            f"Wire(torch.bfloat16), or None for the mean"
+            f"reduction={reduction!r} is not a Reduction; expected one such as "
+            f"paceline.strategies.cast.Wire(torch.bfloat16), or None for the mean"
         )
     if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
         raise UsageError(f"timeout={timeout!r} is not a time; expected seconds above zero, or None")
+
+
+def check_together(mixed_precision: Any, reduction: Any, delayed: Any, hooked: Any) -> None:
+    """Refuse arguments that contradict each other."""
+    if mixed_precision is not None and reduction is not None:
+        raise UsageError("mixed_precision says in which dtype gradients are reduced; pass no reduction= beside it")
+    if (delayed is None) != (hooked is None):
+        raise UsageError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
 
 
 def or_from_environment(transport: Any, lanes: Any) -> tuple[Any, Any]:
@@ -92,7 +100,7 @@ def check_lanes(lanes: Any, seed: Any, size: int, module: nn.Module, **beside: b
             f"least {size} lanes, or start fewer ranks"
         )
     for name in (name for name, given in beside.items() if given):
-        raise UsageError(f"lanes={lanes} cannot be combined with {name}: what it adds up depends on the world's size")
+        raise UsageError(f"lanes={lanes} cannot be combined with {name}: its sums depend on the number of ranks")
     for name, layer in module.named_modules():
         if isinstance(layer, nn.SyncBatchNorm):
             raise UsageError(

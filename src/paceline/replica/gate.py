@@ -1,8 +1,8 @@
-"""Before an update on a device: gradients that must not be used change nothing, and no host waits to find that out.
+"""Before an update on a device: gradients that must not be used change nothing, and the host does not wait for that.
 
 Whether gradients are finite, and whether some rank's are missing, is known on the device alone when the optimizer is
 called. torch's fused optimizers take such a flag (`found_inf`, as GradScaler gives it to them) and then change nothing.
-For any other optimizer the host has to know: it waits, once, and only where it was asked to look.
+For any other optimizer the host has to know: it waits, once, and only where it was asked to check.
 """
 
 import math
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from paceline.collectives.event_work import EventWork
+from paceline.collectives.wait import EventWork
 from paceline.reducer.reducer import Reducer
 
-KEPT = 64  # looks that nobody has asked for
+KEPT = 64  # checks that nobody has asked for
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _PendingCheck:
     """Which of some gradients were finite, on its way to the host."""
 
     number: int  # of the reduction
@@ -40,39 +40,39 @@ class UpdateGate:
         """`names` of parameters, by their ids. `looks`: gradients that are not finite must not be used."""
         self._reducer = reducer
         self._names = names
-        self._looks_on = looks
-        self._looks: deque[_Look] = deque(maxlen=KEPT)
+        self._checks = looks
+        self._pending: deque[_PendingCheck] = deque(maxlen=KEPT)
         self.closed: dict[int, Any] = {}  # optimizers that are about to step, by id: what they had in `found_inf`
         self._steps = 0
-        # In a world of one, which has no reports: hears which gradients were not finite in which step, one step later.
-        self.on_looked: Callable[[int, list[str]], None] | None = None
+        # In a world of one, which has no reports: called a step later with the step and the names of bad gradients.
+        self.on_checked: Callable[[int, list[str]], None] | None = None
 
     def close(self, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
         """An optimizer is about to step on `params`, where streams order collectives. Have it change nothing if their
         gradients must not be used."""
         if torch.cuda.is_current_stream_capturing():
             return
-        self._hear_alone()
-        owned = [p for p in params if p.grad is not None and id(p) in self._names] if self._looks_on else []
+        self._report_single()
+        owned = [p for p in params if p.grad is not None and id(p) in self._names] if self._checks else []
         flags = [*self._broken(), *self._not_finite(owned)]
         if not flags:
             return
         flag = flags[0] if len(flags) == 1 else torch.maximum(*flags)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            self._tell(optimizer, flag)
-        elif self._looks_on and self._wait_for(flag):
+            self._set_found_inf(optimizer, flag)
+        elif self._checks and self._wait_for(flag):
             for param in owned:
                 param.grad = None
 
-    def _hear_alone(self) -> None:
+    def _report_single(self) -> None:
         self._steps += 1
-        while self.on_looked is not None and self._looks:
-            look = self._looks.popleft()
-            self._reducer.wait(look.work, f"whether the gradients of step {look.number} are finite")
-            self.on_looked(look.number, look.bad())
+        while self.on_checked is not None and self._pending:
+            check = self._pending.popleft()
+            self._reducer.wait(check.work, f"whether the gradients of step {check.number} are finite")
+            self.on_checked(check.number, check.bad())
 
     def open(self, optimizer: Optimizer) -> None:
-        """It has stepped: take back what it was told."""
+        """The optimizer has stepped: restore its `found_inf`."""
         if id(optimizer) in self.closed:
             before = self.closed.pop(id(optimizer))
             if before is None:
@@ -82,24 +82,24 @@ class UpdateGate:
 
     def begin_anew(self) -> None:
         """Reductions are counted anew: what was seen before belongs to none of them."""
-        self._looks.clear()
+        self._pending.clear()
 
     def bad_in(self, number: int) -> list[str]:
         """The parameters whose gradients were not finite when optimizers stepped on what was reduced up to reduction
-        `number`. A device that has not got there is waited for."""
+        `number`. Waits for a device that has not got there yet."""
         found: list[str] = []
-        while self._looks and self._looks[0].number <= number:
-            look = self._looks.popleft()
-            self._reducer.wait(look.work, f"whether the gradients of reduction {look.number} are finite")
-            found += look.bad()
+        while self._pending and self._pending[0].number <= number:
+            check = self._pending.popleft()
+            self._reducer.wait(check.work, f"whether the gradients of reduction {check.number} are finite")
+            found += check.bad()
         return found
 
     def _broken(self) -> list[torch.Tensor]:
         """1 if some rank had no gradients for this reduction, or had some that came too late."""
         reducer = self._reducer
-        if not reducer.unheard or reducer.transport.alone:
+        if not reducer.reports.unread or reducer.group.single:
             return []
-        pending = reducer.unheard[-1]
+        pending = reducer.reports.unread[-1]
         if pending.broken is None:
             return []
         return [pending.broken.amax()]
@@ -107,7 +107,7 @@ class UpdateGate:
     def _not_finite(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """1 if some gradient is not finite. Which one it is goes to the host for whoever asks later."""
         grads = [p.grad for p in params if p.grad is not None]
-        if not self._looks_on or not grads or any(g.layout is not torch.strided for g in grads):
+        if not self._checks or not grads or any(g.layout is not torch.strided for g in grads):
             return []
         with torch.no_grad():
             finite = torch.stack([n.float() for n in torch._foreach_norm(grads, math.inf)]).isfinite()
@@ -115,17 +115,17 @@ class UpdateGate:
             host.copy_(finite, non_blocking=True)
             event = torch.cuda.current_stream(finite.device).record_event()
             names = [self._names[id(p)] for p in params]
-            number = self._reducer.reductions if self.on_looked is None else self._steps
-            self._looks.append(_Look(number, names, host, EventWork(event)))
+            number = self._reducer.reductions if self.on_checked is None else self._steps
+            self._pending.append(_PendingCheck(number, names, host, EventWork(event)))
             return [finite.all().logical_not().float()]
 
-    def _tell(self, optimizer: Optimizer, flag: torch.Tensor) -> None:
+    def _set_found_inf(self, optimizer: Optimizer, flag: torch.Tensor) -> None:
         before = getattr(optimizer, "found_inf", None)  # a GradScaler's
         self.closed[id(optimizer)] = before
         flag = flag if before is None else torch.maximum(flag, before.to(flag.device).view(()))
         optimizer.found_inf = flag  # type: ignore[attr-defined]
-        if self._reducer.unheard:
-            self._reducer.unheard[-1].gated = True
+        if self._reducer.reports.unread:
+            self._reducer.reports.unread[-1].gated = True
 
     def _wait_for(self, flag: torch.Tensor) -> bool:
         host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)

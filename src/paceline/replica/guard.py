@@ -4,7 +4,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Container
 from itertools import chain
 from typing import Any
 
@@ -18,23 +18,15 @@ from torch.optim.optimizer import (
 
 from paceline.errors import UnreducedGradients
 from paceline.progress import Phase, own_progress
+from paceline.reducer.participation import reduce_now
 from paceline.reducer.reducer import Reducer
-from paceline.reducer.taking_part import reduce_now
+from paceline.replica.closures import with_closure
 from paceline.replica.gate import UpdateGate
+from paceline.replica.owned import OwnedBlocks
+from paceline.replica.refusals import IN_BACKWARD, JOINED, refuse_unmanaged, refuse_whole, unreduced_error
 from paceline.trace import Moment
 
 logger = logging.getLogger("paceline")
-
-SHOWN = 5
-IN_BACKWARD = (
-    "an optimizer steps inside backward, before the gradients of this step are reduced, so the replicas would drift "
-    "apart; use torch.distributed.optim._apply_optimizer_in_backward, which waits for the reduction, or step after it"
-)
-JOINED = (
-    "the loss of rank %d touched no parameter, so it joined the reduction of this step only now, at optimizer.step(): "
-    "what was done to gradients before, such as clipping, was not done here. Call model.sync_gradients() after "
-    "backward to join earlier"
-)
 
 
 class StepGuard:
@@ -58,8 +50,17 @@ class StepGuard:
         self._refuses = refuses
         self._closed = False
         self._stepping: set[int] = set()  # ids of optimizers; one may step inside another's step
-        self._unjudged: set[int] = set()  # of those, the ones that have not run the closure they were given
+        self._unchecked: set[int] = set()  # of those, the ones that have not run the closure they were given
         _guards.add(self)
+
+    @property
+    def replica(self) -> nn.Module | None:
+        return self._replica()
+
+    @property
+    def _owned(self) -> OwnedBlocks | None:
+        """What this rank owns of the parameters, where an optimizer updates that in their place."""
+        return getattr(self._replica(), "_owned", None)
 
     @property
     def module(self) -> nn.Module | None:
@@ -74,66 +75,73 @@ class StepGuard:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._stepping.discard(id(optimizer))  # of one that failed in its step and is gone
-        self._unjudged.discard(id(optimizer))
+        self._unchecked.discard(id(optimizer))
         reducer = self._reducer()
         if reducer is None or self._closed:
             return None
-        if not _has_closure(args, kwargs):
-            if self._judge(optimizer):
+        if not callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
+            if self._check_step(optimizer):
                 self._stamp_begin(optimizer, reducer)
             return None
-        if not self._managed.isdisjoint(map(id, _params_of(optimizer))):
+        if not self._managed.isdisjoint(map(id, self._params_of(optimizer))):
             self._refuse_in_backward(reducer)
             self._stamp_begin(optimizer, reducer)
-        self._unjudged.add(id(optimizer))
-        return _with_closure(args, kwargs, functools.partial(self._judge, optimizer))
+        self._unchecked.add(id(optimizer))
+        return with_closure(args, kwargs, functools.partial(self._check_step, optimizer))
 
-    def _judge(self, optimizer: Optimizer) -> bool:
+    def _check_step(self, optimizer: Optimizer) -> bool:
         """Refuse a step on gradients that were not reduced. Returns whether the step changes this replica.
 
-        The closure of a step makes gradients, and may complete an accumulation, so a step that has one is judged when
+        The closure of a step makes gradients, and may complete an accumulation, so a step that has one is checked when
         the closure returns, each time.
         """
-        self._unjudged.discard(id(optimizer))
+        self._unchecked.discard(id(optimizer))
         reducer = self._reducer()
         if reducer is None or self._replica() is None or self._closed:
             return False
-        refuses = self._refuses and not reducer.ledger.local_steps
-        params = _params_of(optimizer)
+        refuses = self._refuses and not reducer.step_state.local_steps
+        params = self._params_of(optimizer)
         ids = set(map(id, params))
         if refuses and not ids <= self._managed:
-            self._refuse_unmanaged([p for p in params if id(p) not in self._managed and p.grad is not None])
+            unmanaged = [p for p in params if id(p) not in self._managed and p.grad is not None]
+            refuse_unmanaged(unmanaged, self.module, self._ignored)
         if ids.isdisjoint(self._managed):
             return False
+        if self._owned is not None and self._owned.cut:
+            refuse_whole(_params_of(optimizer), self._owned, local=reducer.step_state.local_steps > 0)
         if reducer.on_finished is not None:
             reducer.on_finished()
         if self._refuse_in_backward(reducer):
             return False
-        if reducer.lanes is not None and reducer.lanes.under_way:
-            raise UnreducedGradients(
-                f"the optimizer steps though only {reducer.lanes.run} of the {len(reducer.lanes.mine)} lanes of this "
-                f"rank have run, so there are no gradients of this step yet; step after the loop over model.lanes()"
-            )
+        reducer.batch.check_update()
         if reducer.others_wait():
             logger.warning(JOINED, reducer.transport.rank)
             reduce_now(reducer)
         if refuses:
-            names = reducer.ledger.unreduced(reducer.set.slots, ids, syncs=reducer.sync_on)
+            names = reducer.step_state.unreduced(reducer.bucket_set.slots, ids, syncs=reducer.sync_on)
             if names:
-                raise UnreducedGradients(_message(names))
-        reducer.ledger.stepped()
-        reducer.ledger.begin_update(id(optimizer))
-        if reducer.oversight is not None:
-            reducer.oversight.note_optimizer(optimizer, local=reducer.ledger.local_steps > 0)
-        if reducer.ordered_by_streams and (gate := self._gate()) is not None:
-            gate.close(optimizer, params)
+                raise unreduced_error(names)
+        reducer.step_state.stepped()
+        reducer.step_state.begin_update(id(optimizer))
+        if reducer.schedule.observer is not None:
+            reducer.schedule.observer.note_optimizer(optimizer, local=reducer.step_state.local_steps > 0)
+        if reducer.schedule.stream_ordered and (gate := self._gate()) is not None:
+            gate.close(optimizer, _params_of(optimizer))
         return True
+
+    def _params_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The parameters that the optimizer changes, also those of which it has this rank's blocks."""
+        params = _params_of(optimizer)
+        if self._owned is None:
+            return params
+        found = [(param, self._owned.find(param)) for param in params]
+        return [param if shard is None else shard.param for param, shard in found]
 
     def _refuse_in_backward(self, reducer: Reducer) -> bool:
         """Whether a backward runs, of the kind that an optimizer may step in."""
-        if reducer.in_backward and not reducer.optimizes_in_backward:
+        if reducer.backwards.running() and not reducer.optimizes_in_backward:
             raise UnreducedGradients(IN_BACKWARD)
-        return reducer.in_backward
+        return reducer.backwards.running()
 
     def _stamp_begin(self, optimizer: Optimizer, reducer: Reducer) -> None:
         self._stepping.add(id(optimizer))
@@ -141,52 +149,21 @@ class StepGuard:
         own_progress().note(Phase.OPTIMIZER)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._unjudged:  # it never called its closure: too late to refuse, but no drift in silence
-            self._judge(optimizer)
+        if id(optimizer) in self._unchecked:  # it never called its closure: too late to refuse, but no drift in silence
+            self._check_step(optimizer)
         if id(optimizer) in self._stepping:
             if (gate := self._gate()) is not None and gate.closed:
                 gate.open(optimizer)
             self._stepping.discard(id(optimizer))
             if (reducer := self._reducer()) is not None:
-                reducer.ledger.end_update(id(optimizer))
+                reducer.step_state.end_update(id(optimizer))
                 reducer.trace.stamp(Moment.OPTIMIZER_END, reducer.reductions)
             if not self._stepping:  # one that steps inside another is no step of its own
                 own_progress().stepped()
 
-    def _refuse_unmanaged(self, params: list[torch.Tensor]) -> None:
-        """Parameters that came, or were unfrozen, after wrapping: nobody reduces their gradients."""
-        module = self.module
-        named = () if module is None else module.named_parameters()
-        names = {id(p): name for name, p in named if name not in self._ignored}
-        found = [names[id(p)] for p in params if id(p) in names]
-        if found:
-            raise UnreducedGradients(
-                f"{_listed(found)} became trainable, or took another parameter's place, after wrapping, so no one "
-                f"reduces the gradients; wrap the module again after such a change, or pass guard=False"
-            )
-
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-
-
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    return callable(kwargs.get("closure", args[1] if len(args) > 1 else None))
-
-
-def _with_closure(args: Any, kwargs: Any, then: Callable[[], object]) -> tuple[Any, Any]:
-    """The arguments of an optimizer's step, with a closure that calls `then` before it returns."""
-    given = kwargs["closure"] if "closure" in kwargs else args[1]
-
-    @functools.wraps(given)
-    def closure(*inputs: Any, **named: Any) -> Any:
-        result = given(*inputs, **named)
-        then()
-        return result
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure}
-    return (args[0], closure, *args[2:]), kwargs
 
 
 class _Guards:
@@ -230,19 +207,12 @@ class _Guards:
 _guards = _Guards()
 
 
+def all_replicas() -> list[Any]:
+    """The replicas of this process, oldest first."""
+    return [guard.replica for guard in _guards.live() if guard.replica is not None]
+
+
 def live_replicas() -> list[tuple[nn.Module, Reducer]]:
     """The modules that are wrapped in this process, oldest first, each with its reducer."""
     found = [(guard.module, guard._reducer()) for guard in _guards.live()]
     return [(module, reducer) for module, reducer in found if module is not None and reducer is not None]
-
-
-def _message(names: list[str]) -> str:
-    return (
-        f"the optimizer was about to step on gradients that were never reduced, so the replicas would drift apart: "
-        f"{_listed(names)}. Run the last backward of the step outside no_sync(), or call sync_gradients() before "
-        f"step(). To step on local gradients on purpose, step inside no_sync(), or pass guard=False."
-    )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.distributed.algorithms.join import JoinHook
 
-from paceline.reducer.taking_part import shadow
+from paceline.reducer.participation import shadow
 
 
 class ReplicaJoinHook(JoinHook):

@@ -2,8 +2,8 @@
 
 The rule: every lane of a step begins with the same buffers. Afterwards a buffer that some lane has changed becomes the
 mean of what the lanes have made of it, added up in the order of the tree over lane numbers; if it holds neither real
-nor complex numbers, what lane 0 has made of it. A buffer that comes, goes, or changes its shape or type while lanes run
-is taken for a cache of forward's: it is left alone, and a warning says so.
+nor complex numbers, what lane 0 has made of it. A buffer that appears, disappears, or changes its shape or dtype while
+lanes run is treated as a cache of forward(): it is left alone, and a warning says so.
 """
 
 import logging
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from paceline.collectives.api import Op, Transport
-from paceline.collectives.tree import tree_sum
-from paceline.collectives.wait import finish
+from paceline.collectives.group import Group
+from paceline.collectives.protocols import Op
+from paceline.collectives.tree_sum import tree_sum
 from paceline.reducer.lanes import Lanes
 
 logger = logging.getLogger("paceline")
@@ -124,21 +124,20 @@ class LaneBuffers:
         for name in present.keys() - set(self._names) - self._caches:
             self._take_for_cache(name)
 
-    def end(self, transport: Transport, timeout_s: float | None) -> None:
+    def end(self, group: Group) -> None:
         """All lanes of all ranks have run: give the buffers their new values. All ranks call it."""
         if not self._names:
             return
         flags = torch.tensor(
             [2 * (n in self._unfit) or n in self._after for n in self._names], dtype=torch.int32, device="cpu"
         )
-        if transport.size > 1:
-            work = transport.all_reduce(flags, Op.MAX)
-            finish(work, what="which buffers have changed", watch=transport.watch, timeout_s=timeout_s)
+        if group.size > 1:
+            group.wait(group.transport.all_reduce(flags, Op.MAX), "which buffers have changed")
         present = self._present()
         for name, flag in zip(list(self._names), flags.tolist(), strict=True):
             if flag == 1:
                 self._known.add(name)
-                self._combine(name, present[name], transport, timeout_s)
+                self._combine(name, present[name], group)
             elif flag == 2:
                 self._names.remove(name)
                 self._take_for_cache(name)
@@ -146,7 +145,7 @@ class LaneBuffers:
         self._careful = False
 
     @torch.no_grad()
-    def _combine(self, name: str, buffer: torch.Tensor, transport: Transport, timeout_s: float | None) -> None:
+    def _combine(self, name: str, buffer: torch.Tensor, group: Group) -> None:
         """Every rank fills in its lanes, and zeros elsewhere; the patterns are then added up as integers, exactly."""
         mean = buffer.dtype.is_floating_point or buffer.dtype.is_complex
         wide = _wide(buffer.dtype) if mean else torch.int64
@@ -154,10 +153,10 @@ class LaneBuffers:
         rows = torch.zeros((self._lanes.count, buffer.numel()), dtype=wide, device=buffer.device)
         for lane in self._lanes.mine:
             rows[lane] = made.get(lane, before).reshape(-1)
-        if transport.size > 1:
+        if group.size > 1:
             real = torch.view_as_real(rows) if wide.is_complex else rows
-            work = transport.all_reduce(real.view(-1).view(_PATTERNS[real.itemsize]), Op.SUM)
-            finish(work, what=f"what lanes have made of {name}", watch=transport.watch, timeout_s=timeout_s)
+            work = group.transport.all_reduce(real.view(-1).view(_PATTERNS[real.itemsize]), Op.SUM)
+            group.wait(work, f"what lanes have made of {name}")
         result = rows[0]
         if mean:  # where all lanes agree, the mean could still be rounded
             result = torch.where((rows == rows[0]).all(0), rows[0], tree_sum(list(rows)) / self._lanes.count)
@@ -186,13 +185,32 @@ class LaneBuffers:
     def _take_for_cache(self, name: str) -> None:
         self._caches.add(name)
         logger.warning(
-            "the buffer %s came, went, or changed its shape or type while lanes ran, so it is taken for a cache of "
-            "forward's and left as each lane leaves it; if results depend on it, register it whole in __init__",
+            "the buffer %s appeared, disappeared, or changed its shape or dtype while lanes ran, so it is treated as a "
+            "cache of forward() and left as each lane leaves it; if results depend on it, register it with its final "
+            "shape and dtype in __init__",
             name,
         )
 
+    def compared(self) -> "list[tuple[str, _ComparedBuffer]]":
+        """What is compared between ranks: the buffers as the step has found them."""
+        return [(name, _ComparedBuffer(self, name, was)) for name, was in self.before()]
+
     def _present(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+
+
+class _ComparedBuffer:
+    """A buffer as it was when the step began. When its first piece is compared, it is looked at as a whole."""
+
+    def __init__(self, buffers: LaneBuffers, name: str, value: torch.Tensor) -> None:
+        self._buffers = buffers
+        self._name = name
+        self._value = value
+
+    def __call__(self, begins: bool) -> torch.Tensor:
+        if begins and self._name in self._buffers:
+            self._value = self._buffers.now(self._name)
+        return self._value
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:

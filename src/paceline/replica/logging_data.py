@@ -69,10 +69,10 @@ class TorchLogger:
 
     def data(self, replica: "TorchSurface") -> dict[str, Any]:
         core, settings = replica._core, replica._settings
-        metas = core.set.layout.params
+        metas = core.bucket_set.layout.params
         backend = _backend_name(replica.process_group)
         env = _ENV_OF_ALL | (_ENV_OF_GLOO if "gloo" in backend else {})
-        sizes = [sum(metas[place.param].nbytes for place in spec.slots) for spec in core.set.layout.buckets]
+        sizes = [sum(metas[place.param].nbytes for place in spec.slots) for spec in core.bucket_set.layout.buckets]
         data: dict[str, Any] = {
             "world_size": core.transport.size,
             "rank": core.transport.rank,
@@ -83,7 +83,7 @@ class TorchLogger:
             "bucket_cap_bytes": replica.bucket_bytes_cap,
             "find_unused_parameters": int(replica.find_unused_parameters),
             "gradient_as_bucket_view": int(replica.gradient_as_bucket_view),
-            "static_graph": int(settings.static_graph or replica.static_graph),
+            "static_graph": int(settings.static_graph),
             "backend_name": backend,
             "iteration": 0,
             "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(m.dtype, str(m.dtype)) for m in metas})),
@@ -104,7 +104,7 @@ class TorchLogger:
                 "rebuilt_bucket_sizes": data["bucket_sizes"],
                 "prev_iteration_grad_ready_order_indices": ", ".join(map(str, core.ready_order)),
                 "rebuilt_per_bucket_param_indices": ", ".join(
-                    " ".join(str(place.param) for place in spec.slots) for spec in core.set.layout.buckets
+                    " ".join(str(place.param) for place in spec.slots) for spec in core.bucket_set.layout.buckets
                 ),
             }
         if core.last_error is not None:
@@ -133,7 +133,7 @@ def _times(stamps: list[Stamp]) -> dict[str, int]:
         return {}
     begin, end = at[Moment.BACKWARD_BEGIN][0], at[Moment.BACKWARD_END][0]
     comm_begin, comm_end = at[Moment.LAUNCHED][0], at[Moment.WAIT_LEFT][-1]
-    forward_begin = forward_begin or begin  # not known of a step with more micros than the trace holds
+    forward_begin = forward_begin or begin  # not known of a step with more microbatches than the trace holds
     return {
         "forward_compute_time": begin - forward_begin,
         "backward_compute_time": end - begin,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.collectives.reduction import Reduction
-from paceline.strategies.reduction import Mean, Wire
+from paceline.collectives.reduction import Mean, Reduction
+from paceline.strategies.cast import Wire
 
 
 def reduction_for(config: Any, params: tuple[nn.Parameter, ...]) -> Reduction:

@@ -1,4 +1,4 @@
-"""What a replica computes, written down as words of bits, so that two runs of one script can be compared.
+"""Records what a replica computes, as digests, so that two runs of one script can be compared.
 
 `paceline doctor --determinism` starts a script twice with PACELINE_DETERMINISM naming a file. Each line of it is one
 thing that was computed, in order: the weights and buffers a step began with, the inputs of a forward, the output of
@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from paceline.agree.word import readable, word_of
+from paceline.agree.state_digest import readable, state_digest
 from paceline.errors import UsageError
 from paceline.kernels import kernel_settings
+from paceline.rank_report import RECORD_NAME, RECORD_STEPS_NAME
+from paceline.reducer.autograd import tensors_in
 from paceline.reducer.lanes import Lanes
-from paceline.replica.outputs import tensors_in
-from paceline.tell import RECORD_NAME, RECORD_STEPS_NAME
 
 
 def recording_asked(
@@ -39,7 +39,7 @@ def recording_asked(
 
 
 def end_process() -> NoReturn:
-    """At once: what the script does at its end, such as saving, is not what was asked for."""
+    """End at once: what the script does at its end, such as saving, is not wanted here."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
@@ -48,13 +48,7 @@ def end_process() -> NoReturn:
 class Recording:
     """The lines of one replica."""
 
-    def __init__(
-        self,
-        file: Path,
-        module: nn.Module,
-        lanes: Lanes | None,
-        steps: int,
-    ) -> None:
+    def __init__(self, file: Path, module: nn.Module, lanes: Lanes | None, steps: int) -> None:
         self._file, self._module, self._lanes, self._steps = file, module, lanes, steps
         self._begun = 0
         self._step = -1
@@ -77,8 +71,8 @@ class Recording:
             self._write("settings", settings=kernel_settings(next(self._module.parameters()).device))
         self._begun, self._step = self._begun + 1, step
         for name, param in self._module.named_parameters():
-            self._say("weights", name, [param])
-        self._say_buffers("buffer before")
+            self._record("weights", name, [param])
+        self._record_buffers("buffer before")
 
     @_disable_dynamo(recursive=True)
     def _before_forward(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -86,30 +80,30 @@ class Recording:
             self.begin(self._begun)
         named = [*((str(number), value) for number, value in enumerate(args)), *kwargs.items()]
         for name, value in named:
-            self._say("input", name, tensors_in(value), kind_of=type(value).__name__)
+            self._record("input", name, tensors_in(value), kind_of=type(value).__name__)
 
     @_disable_dynamo(recursive=True)
     def _after_forward(self, name: str, part: nn.Module, _: Any, output: Any) -> None:
-        self._say("output", name, tensors_in(output), kind_of=type(part).__name__)
+        self._record("output", name, tensors_in(output), kind_of=type(part).__name__)
         if part is self._module:
-            self._say_buffers("buffer after")
+            self._record_buffers("buffer after")
 
     @_disable_dynamo(recursive=True)
     def _on_gradient(self, name: str, grad: torch.Tensor) -> None:
-        self._say("gradient", name, [grad])
+        self._record("gradient", name, [grad])
 
-    def _say_buffers(self, kind: str) -> None:
+    def _record_buffers(self, kind: str) -> None:
         for name, buffer in self._module.named_buffers():
-            self._say(kind, name, [buffer])
+            self._record(kind, name, [buffer])
 
-    def _say(self, kind: str, name: str, tensors: Iterable[torch.Tensor], kind_of: str = "") -> None:
+    def _record(self, kind: str, name: str, tensors: Iterable[torch.Tensor], kind_of: str = "") -> None:
         lane = None if self._lanes is None or self._lanes.current < 0 else self._lanes.current
         plain = [part for tensor in tensors for part in _plain(tensor.detach())]
-        word = word_of(plain) if plain and all(map(readable, plain)) else None
-        self._write(kind, step=self._step, lane=lane, name=name, kind_of=kind_of, word=word)
+        digest = state_digest(plain) if plain and all(map(readable, plain)) else None
+        self._write(kind, step=self._step, lane=lane, name=name, kind_of=kind_of, digest=digest)
 
     def _write(self, kind: str, **fields: Any) -> None:
-        # Opened anew each time: a script may have several replicas, and may end in any way.
+        # Opened each time: a script may have several replicas, and may end in any way.
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "replica": self._number, **fields}) + "\n")
 

@@ -1,55 +1,92 @@
-"""Replicas start equal: the same model on every rank, then the same values.
+"""Replicas start equal: the same model on every rank, then the same values. So do those that continue in a new group.
 
 The structure is compared before a single value moves, by messages whose size does not depend on the model: gloo ends
 the process when ranks offer different sizes. Whatever differs is then an error on every rank.
 """
 
-import hashlib
-import json
 import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from paceline import kernels
-from paceline.collectives.api import Transport, Work
-from paceline.collectives.wait import finish
+from paceline.agree.drift import locate, spread
+from paceline.agree.state_digest import Piece, state_digest
+from paceline.collectives.gather import gather_ints, gather_unless_equal
+from paceline.collectives.group import Group
 from paceline.errors import ModelMismatch, ReplicasDiffer
+from paceline.placement import find_units
+from paceline.reducer.step import StepState
+from paceline.replica import arguments
+from paceline.replica.monitor import ReplicaMonitor
 
 logger = logging.getLogger("paceline")
 
 CHUNK_BYTES = 250 * 1024 * 1024
 
-Described = dict[str, Any]
 
-
-def describe(named: Sequence[tuple[str, torch.Tensor]], settings: Mapping[str, object]) -> Described:
-    """What must be equal on all ranks, as plain data."""
-    return {
-        "settings": {key: str(value) for key, value in settings.items()},
-        "params": [_describe_one(name, p) for name, p in named],
+def check_same_model(replica: Any, init: str) -> None:
+    """Raise ModelMismatch on every rank if modules or settings differ between ranks."""
+    settings = replica._settings
+    told = {
+        "init": init,
+        "overlap": settings.overlap,
+        "unused": settings.unused,
+        "bucket sizes": settings.caps.caps,
+        "bucket_plan": settings.plans_buckets,
+        "forward_sync_buffers": replica.forward_sync_buffers,
+        "skip_all_reduce_unused_params": settings.skip_unused,
+        "mixed_precision": replica.mixed_precision,
+        "reduction": arguments.describe_reduction(replica._reduction),
+        "placement": replica._placement.name,
+        "units": _unit_names(replica) if replica._placement.shards_parameters else None,
+        "lanes": replica._lane_count,
+        "seed": replica._seed,
+        "agreement": replica._agreement and replica._agreement.describe(),
     }
+    mine = {
+        "settings": {key: str(value) for key, value in told.items()},
+        "params": [_describe(name, tensor) for name, tensor in _tensors_of(replica, with_buffers=True)],
+    }
+    described = gather_unless_equal(replica._group, mine, "the comparison of models")
+    if described is not None:
+        raise ModelMismatch(_first_difference(described))
 
 
-def _describe_one(name: str, p: torch.Tensor) -> list[Any]:
+def _unit_names(replica: Any) -> list[str]:
+    units = {id(unit) for unit in find_units(replica.module, replica._units)}
+    return [name for name, module in replica.module.named_modules() if id(module) in units]
+
+
+def make_equal(replica: Any, init: str, *, with_buffers: bool) -> None:
+    """Start from the values of rank 0, or make sure that all ranks have the same."""
+    named = _tensors_of(replica, with_buffers=with_buffers)
+    if init == "verify":
+        verify_values(named, replica._group)
+    else:
+        broadcast_values([tensor for _, tensor in named], replica._group)
+
+
+def _tensors_of(replica: Any, *, with_buffers: bool) -> list[tuple[str, torch.Tensor]]:
+    named: list[tuple[str, torch.Tensor]] = list(replica.module.named_parameters())
+    if with_buffers:
+        named += replica.module.named_buffers()
+    return [(name, tensor) for name, tensor in named if name not in replica.parameters_to_ignore]
+
+
+def _describe(name: str, p: torch.Tensor) -> list[Any]:
+    """What of a parameter or buffer must be equal on all ranks."""
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
         return [name, "uninitialized", str(p.dtype), "uninitialized", p.requires_grad]
     strides = list(p.stride()) if p.layout == torch.strided else []
     return [name, list(p.shape), str(p.dtype), strides, p.requires_grad]
 
 
-def check_structure(mine: Described, transport: Transport, timeout_s: float | None) -> None:
-    """Raise ModelMismatch on every rank when ranks described different models or settings."""
-    if (described := _unless_equal(mine, "the comparison of models", transport, timeout_s)) is not None:
-        raise ModelMismatch(_first_difference(described))
-
-
-def warn_of_kernels(mine: dict[str, str], transport: Transport, timeout_s: float | None) -> None:
+def warn_of_kernels(mine: dict[str, str], group: Group) -> None:
     """Warn on rank 0 of settings that may make the ranks' kernels compute other bits."""
-    described = _unless_equal(mine, "the comparison of kernels", transport, timeout_s)
-    if described is None or transport.rank != 0:
+    described = gather_unless_equal(group, mine, "the comparison of kernels")
+    if described is None or group.rank != 0:
         return
     for rank, other in enumerate(described):
         if different := kernels.differences(described[0], other):
@@ -62,30 +99,11 @@ def warn_of_kernels(mine: dict[str, str], transport: Transport, timeout_s: float
             return
 
 
-def _unless_equal(mine: Described, what: str, transport: Transport, timeout_s: float | None) -> list[Described] | None:
-    """What every rank described, or None if it is the same everywhere."""
-    text = json.dumps(mine, sort_keys=True).encode()
-    digest = hashlib.sha256(text).digest()
-    head = torch.tensor([len(text), *digest], dtype=torch.int64, device="cpu")
-    heads = torch.empty(transport.size * head.numel(), dtype=torch.int64, device="cpu")
-    _wait(transport.all_gather(heads, head), what, transport, timeout_s)
-    rows = heads.view(transport.size, -1).tolist()
-    if all(row == rows[0] for row in rows):
-        return None
-    longest = max(row[0] for row in rows)
-    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = torch.empty(transport.size * longest, dtype=torch.uint8, device="cpu")
-    _wait(transport.all_gather(texts, padded), what, transport, timeout_s)
-    return [
-        json.loads(bytes(texts[rank * longest : rank * longest + row[0]].tolist())) for rank, row in enumerate(rows)
-    ]
-
-
-def _first_difference(described: Sequence[Described]) -> str:
+def _first_difference(described: Sequence[dict[str, Any]]) -> str:
     base = described[0]
     for rank, other in enumerate(described):
-        for key, value in base["settings"].items():
+        for key in ("placement", *base["settings"]):  # other settings follow from the placement
+            value = base["settings"].get(key)
             if other["settings"].get(key) != value:
                 return (
                     f"ranks wrapped the model with different settings: {key}={value} on rank 0, "
@@ -119,60 +137,26 @@ def _only_in(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> 
     return next((str(row[0]) for row in ours if row[0] not in names), None)
 
 
-def broadcast_values(
-    tensors: Sequence[torch.Tensor], transport: Transport, timeout_s: float | None, *, root: int = 0
-) -> None:
+def broadcast_values(tensors: Sequence[torch.Tensor], group: Group, *, root: int = 0) -> None:
     """Overwrite `tensors` with those of rank `root`, in a few large messages."""
     for indices in _chunks(tensors):
         chunk = [tensors[i] for i in indices]
         flat = torch.cat([t.detach().reshape(-1) for t in chunk])
-        _wait(transport.broadcast(flat, root), "the broadcast of parameters and buffers", transport, timeout_s)
-        if transport.rank != root:
-            _scatter_back(flat, chunk)
+        group.wait(group.transport.broadcast(flat, root), "the broadcast of parameters and buffers")
+        if group.rank != root:
+            with torch.no_grad():
+                for tensor, values in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+                    tensor.detach().copy_(values.view(tensor.shape))
 
 
-def verify_values(named: Sequence[tuple[str, torch.Tensor]], transport: Transport, timeout_s: float | None) -> None:
-    """Compare every value with that of rank 0 and overwrite nothing; unequal replicas are an error on every rank."""
-    first, largest, differing = len(named), 0.0, 0
-    for indices in _chunks([t for _, t in named]):
-        flat = torch.cat([named[i][1].detach().reshape(-1) for i in indices])
-        theirs = flat.clone()
-        _wait(transport.broadcast(theirs, 0), "the comparison of parameters", transport, timeout_s)
-        sizes = [named[i][1].numel() for i in indices]
-        for index, a, b in zip(indices, flat.split(sizes), theirs.split(sizes), strict=True):
-            if not _same(a, b):
-                first, differing = min(first, index), differing + 1
-                largest = _worst([largest, _largest_difference(a, b)])
-    mine = torch.tensor([float(first), largest, float(differing)], dtype=torch.float64, device="cpu")
-    every = torch.empty(transport.size * 3, dtype=torch.float64, device="cpu")
-    _wait(transport.all_gather(every, mine), "the comparison of parameters", transport, timeout_s)
-    rows = every.view(transport.size, 3).tolist()
-    ranks = [rank for rank, row in enumerate(rows) if row[2] > 0]
-    if ranks:
-        name = named[int(min(row[0] for row in rows))][0]
-        verb = "differs" if len(ranks) == 1 else "differ"
-        listed = ", ".join(str(rank) for rank in ranks)
+def verify_values(named: Sequence[tuple[str, torch.Tensor]], group: Group) -> None:
+    """Compare the bits of all ranks and overwrite nothing; unequal replicas are an error on every rank."""
+    drift = locate([Piece(name, tensor, 0, tensor.numel()) for name, tensor in named], group, step=0)
+    if drift.tensors:
         raise ReplicasDiffer(
-            f'replicas must start equal (init="verify"), but rank{"s" if len(ranks) > 1 else ""} {listed} {verb} from '
-            f"rank 0: the first parameter that differs is {name}, the largest difference is "
-            f"{_worst([row[1] for row in rows]):g}, {int(max(row[2] for row in rows))} of {len(named)} tensors differ. "
-            f'Either set the same seed before building the model, or pass init="broadcast" to start from rank 0\'s '
-            f"values"
+            f'replicas must start equal (init="verify"), but {drift.differences}. Either set the same seed before '
+            f'building the model, or pass init="broadcast" to start from rank 0\'s values'
         )
-
-
-def _worst(differences: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal values, or equal bits: a NaN in the same place is no difference."""
-    return torch.equal(a, b) or torch.equal(a.clone().view(torch.uint8), b.clone().view(torch.uint8))
-
-
-def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    return float((a.to(wide) - b.to(wide)).abs().max())  # NaN if there is one
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
@@ -193,13 +177,32 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
             yield chunk
 
 
-def _scatter_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        start = 0
-        for tensor in tensors:
-            tensor.detach().copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
+# ---- in a new group
 
 
-def _wait(work: Work, what: str, transport: Transport, timeout_s: float | None) -> None:
-    finish(work, what=what, watch=transport.watch, timeout_s=timeout_s)
+def resume_from_one_rank(monitor: ReplicaMonitor, step_state: StepState) -> None:
+    """Ranks that were stopped at different places continue from one state, which some rank really had: everything is
+    taken from the lowest rank among those that have completed the most updates and are in the middle of none.
+
+    Never tensor by tensor: a mixture of two steps is a state that no run has been in.
+    """
+    group = monitor.group
+    rows = gather_ints(
+        group, [monitor.list_state(), step_state.commits, int(step_state.whole)], "the comparison of states"
+    )
+    if len({signature for signature, _, _ in rows}) > 1:  # a rank that was replaced has no optimizer state yet
+        monitor.compare_parameters_only()
+    whole = [rank for rank, row in enumerate(rows) if row[2]]
+    source = max(whole, key=lambda rank: (rows[rank][1], -rank)) if whole else 0
+    pieces = monitor.whole_state()
+    digests = gather_ints(group, [state_digest([piece.flat() for piece in pieces])], "the comparison of states")
+    if any(digest != digests[0] for digest in digests):
+        for piece in pieces:
+            spread(piece, source, group)
+        if group.rank == 0:
+            logger.warning(
+                "ranks were stopped at different points of a step; all continue from the state of rank %d, %s",
+                source,
+                f"after {rows[source][1]} updates" if whole else "though no rank was between two updates",
+            )
+    step_state.took(rows[source][1])

@@ -9,25 +9,31 @@ import copy
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from paceline.collectives.api import Op, Transport
-from paceline.collectives.group import Group
+from paceline.collectives.group import Group, finish
+from paceline.collectives.protocols import Op, Transport
 from paceline.collectives.reduction import GradBucket, Reduction
-from paceline.collectives.wait import FutureWork, finish
+from paceline.collectives.wait import FutureWork
 from paceline.errors import IllegalMove, UsageError
+from paceline.placement import Placement
+from paceline.progress import Phase, own_progress
+from paceline.reducer.participation import abandon
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.settings import ReducerSettings
-from paceline.replica import arguments, rejoin, start_equal
+from paceline.replica import arguments, membership, start_equal
+from paceline.replica.capsules import CapsuleWriter
 from paceline.replica.join import ReplicaJoinHook
+from paceline.replica.lane_loop import LaneLoop
 from paceline.replica.logging_data import TorchLogger
+from paceline.replica.mixed_precision import NarrowParameters
+from paceline.replica.owned import OwnedBlocks
 from paceline.strategies.comm_hook import CommHook
 
 # Untyped in torch, and some of its attributes are properties here.
@@ -40,23 +46,27 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     if TYPE_CHECKING:
         _core: Reducer
         logger: TorchLogger
-        static_graph: bool
         _transport_choice: str | None  # None: a Transport was given
         _group: Group
         _settings: ReducerSettings
         _reduction: Reduction
         _managed: arguments.Managed
         _lane_count: int | None
+        _placement: Placement
+        _agreement: Any
 
-    _group_is_gone = False  # see rejoin.py
+    # Not made where torch.compile has chosen torch's own Python reducer.
+    _lane_loop: LaneLoop | None = None
+    _narrow: NarrowParameters | None = None
+    _capsules: CapsuleWriter | None = None
+    _owned: OwnedBlocks | None = None
+    _in_default_group = False  # and so in the one that is formed after it
+    _group_is_gone = False  # see membership.py
     _joins_later = False  # a copy that has not been trained yet
 
     if TYPE_CHECKING:
 
         def _build(self) -> None: ...
-        def _manage(self, device_ids: Any, output_device: Any) -> None: ...
-        def _shared_transport(self, process_group: Any, device_mesh: Any) -> Transport: ...
-        def _move_to_group(self, process_group: Any) -> None: ...
 
     @property
     def _transport(self) -> Transport:
@@ -88,6 +98,17 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
                 stacklevel=3,
             )
 
+    def _manage(self, device_ids: Sequence[Any] | None, output_device: Any) -> None:
+        self._managed = arguments.managed_parameters(self.module, self.parameters_to_ignore)
+        self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        self.device = self._module_parameters[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
+        self.device_ids, self.output_device = arguments.choose_devices(
+            device_ids, output_device, self._module_parameters
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+
     def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
         """Set `forward_sync_buffers`; returns whether buffers are made equal at the start too."""
         if broadcast_buffers is not None:
@@ -115,6 +136,10 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
+
+    @property
+    def static_graph(self) -> bool:
+        return self._settings.static_graph
 
     @property
     def bucket_bytes_cap(self) -> int:
@@ -159,6 +184,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     # ---- copies and pickles: without what belongs to this process
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_in_shards("copying or pickling a replica")
         self._refuse_with_transport("cannot be copied or pickled")
         self._check_default_group()
         attrs = copy.copy(self.__dict__)
@@ -174,14 +200,12 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         self.__dict__.pop("broadcast_buffers", None)
         self.logger = TorchLogger()
         # A rank may make a copy for itself alone, such as an average of weights that is only evaluated. So a copy has
-        # no group of its own until it is trained, which all ranks do: see rejoin.py.
-        self._group = Group(self._shared_transport(None, None), timeout_s)
-        self._joins_later = not self._group.transport.alone
+        # no group of its own until it is trained, which all ranks do: see membership.py.
+        self._group = Group(membership.users_transport(self), timeout_s)
+        self._joins_later = not self._group.single
         weakref.finalize(self, self._group.close)
         self._manage(self.device_ids, self.output_device)
         self._build()
-        if self.static_graph:
-            self._core.settings = replace(self._core.settings, static_graph=True)
 
     # ---- communication hooks
 
@@ -196,11 +220,11 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         self.logger._set_comm_hook_name(hook.__qualname__)
         if self._use_python_reducer:
             return
-        if isinstance(self._core.reduction, CommHook):
+        if isinstance(self._core.schedule.reduction, CommHook):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._core.reduction = CommHook(state, hook)
-        if self._core.oversight is not None:
-            self._core.oversight.compare_no_more()  # replicas may well differ by design, as with local SGD
+        self._core.schedule.reduction = CommHook(state, hook)
+        if self._core.schedule.observer is not None:
+            self._core.schedule.observer.stop_comparing()  # replicas may well differ by design, as with local SGD
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -222,29 +246,25 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
-        if not self._use_python_reducer:
-            if self._core.reductions:
-                message = (
-                    "Static graph should be set: _set_static_graph() should be called before training loop starts."
-                )
-                self._core.last_error = message
-                raise IllegalMove(message)
-            self._core.settings = replace(self._core.settings, static_graph=True)
-        self.static_graph = True
+        if not self._use_python_reducer and self._core.reductions:
+            message = "Static graph should be set: _set_static_graph() should be called before training loop starts."
+            self._core.last_error = message
+            raise IllegalMove(message)
+        self._settings.static_graph = True
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on in another group; the next reduction learns the order of gradients again."""
         self._refuse_with_transport("cannot move to another process group")
-        self._core.abandon()
+        self._refuse_in_shards("moving to another process group")
+        abandon(self._core)
         if new_process_group != dist.GroupMember.NON_GROUP_MEMBER:
-            self._move_to_group(new_process_group)
-            rejoin.move(self)
+            membership.move(self, new_process_group, compares=False)
 
     def _refuse_with_transport(self, what: str) -> None:
         if self._transport_choice is None:
             raise IllegalMove(
-                f"a replica that was given a Transport object {what}, because only its maker could make another one; "
-                f'wrap with a name, such as transport="torch", or wrap the bare module anew'
+                f"a replica that was given a Transport object {what}, because only the code that created the transport "
+                f'can create another one; wrap with a name, such as transport="torch", or wrap the bare module anew'
             )
 
     def _remove_autograd_hooks(self) -> None:
@@ -256,17 +276,60 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
         """A hint for torch's sparse reduction; this one needs none."""
 
+    # ---- what frameworks switch and reset
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """torch's name for `do_sync`."""
+        return self._core.sync_on if not self._use_python_reducer else self._python_reducer_syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if self._use_python_reducer:
+            self._python_reducer_syncs = value
+        else:
+            self._core.sync_on = value
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's. A launcher is told of evaluations, so that it does not take them for a hang."""
+        if mode:
+            own_progress().end_evaluation()
+        else:
+            own_progress().note(Phase.EVALUATE)
+        super().train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; under a sharded placement also what this rank has in shards."""
+        if self._owned is not None:
+            self._owned.zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none)
+
     # ---- buffers and uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train with uneven inputs: a rank that runs out of data takes part with zeros. As torch's `join`."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
 
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        start_equal.broadcast_values(tensors, self._transport, self._group.timeout_s, root=authoritative_rank)
+        start_equal.broadcast_values(tensors, self._group, root=authoritative_rank)
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
         """The largest rank for which `rank_cond` holds."""
         candidate = torch.tensor([input_rank if rank_cond else -1], device=self.device)
-        self._finish(self._transport.all_reduce(candidate, Op.MAX), "the choice of a rank to follow")
+        self._group.wait(self._transport.all_reduce(candidate, Op.MAX), "the choice of a rank to follow")
         chosen = int(candidate.item())
         assert chosen >= 0, "some rank is always eligible"
         return chosen
@@ -275,7 +338,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         """Inside join(): whether the ranks that still have data reduce in this step."""
         wants = 0.0 if is_joined_rank or not self.require_backward_grad_sync else 1.0
         flag = torch.full((1,), wants, dtype=torch.float32, device=self.device)
-        self._finish(self._transport.all_reduce(flag), "the choice to reduce inside join()")
+        self._group.wait(self._transport.all_reduce(flag), "the choice to reduce inside join()")
         return bool(flag.item() != 0)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
@@ -283,28 +346,54 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         tensors: list[torch.Tensor] = list(self._module_parameters)
         if self.forward_sync_buffers:
             tensors += [b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
-        start_equal.broadcast_values(tensors, self._transport, self._group.timeout_s, root=root)
+        start_equal.broadcast_values(tensors, self._group, root=root)
 
     def join_hook(self, **kwargs: Any) -> ReplicaJoinHook:
         """What a rank does after it has run out of data. As torch's `join_hook`."""
         self._refuse_in_lanes("join()")
+        self._refuse_in_shards("join()")
         self.logger._set_uneven_input_join()
         divide = kwargs.get("divide_by_initial_world_size", True)
         return ReplicaJoinHook(self, divide_by_initial_world_size=divide)
 
+    def _check_placement(self) -> None:
+        """Refuse, before anything is started, what cannot be had in shards."""
+        self._refuse_in_shards("mixed_precision=", given=self.mixed_precision is not None)
+        self._refuse_in_shards("a module on several devices", given=self.is_multi_device_module)
+        self._refuse_in_shards('optimize_ddp="python_reducer"', given=self._use_python_reducer)
+        if self._lane_count is not None and self._lane_count % self._transport.size:
+            self._refuse_in_units(f"lanes={self._lane_count} over {self._transport.size} ranks")
+        if getattr(self._agreement, "capsules", None) is not None:
+            self._refuse_in_units("Agreement(capsules=...)")
+        checks = getattr(self._agreement, "not_finite", "keep") != "keep"
+        self._refuse_in_shards("not_finite= on a GPU", given=checks and self.device_type == "cuda")
+        in_backward = any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters)
+        self._refuse_in_shards("an optimizer that steps inside backward", given=in_backward)
+
+    def _refuse_in_shards(self, what: str, *, given: bool = True) -> None:
+        if given and self._placement.shards_optimizer:
+            raise UsageError(f'{what} cannot be combined with placement="{self._placement.name}"; use placement="ddp"')
+
+    def _refuse_in_units(self, what: str) -> None:
+        if self._placement.shards_parameters and not self._group.single:
+            raise UsageError(
+                f'{what} cannot be combined with placement="zero3", where all ranks gather the same parameters at the '
+                f'same time; use placement="zero2"'
+            )
+
     def _refuse_in_lanes(self, what: str) -> None:
         if self._lane_count is not None:
             raise UsageError(
-                f"{what} cannot be combined with lanes={self._lane_count}: what it adds up depends on the world's size"
+                f"{what} cannot be combined with lanes={self._lane_count}: its sums depend on the number of ranks"
             )
 
     def _count_active_ranks(self) -> None:
         """Inside join(): tell that this rank has data, and divide by those that have, if that was asked for."""
         work = Join.notify_join_context(self)
-        self._core.divisor = self._core.everyone
+        self._core.divisor = self._core.batch.count
         if work is not None and not self._divide_by_initial_world_size:
             future = work.get_future()
-            self._finish(FutureWork(future), "the count of ranks that have data")
+            self._group.wait(FutureWork(future), "the count of ranks that have data")
             (active,) = future.value()
             self._core.divisor = float(active.item())
 
@@ -317,9 +406,6 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         if self.mixed_precision is not None:
             inputs, kwargs = dist.utils._cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
-
-    def _finish(self, work: Any, what: str) -> None:
-        self._group.wait(work, what)
 
     # ---- torch.compile with optimize_ddp="python_reducer"
 
@@ -347,7 +433,7 @@ class TorchReducer:
         self._core = core
 
     def _rebuild_buckets(self) -> bool:
-        return self._core.relay_now()
+        return self._core.apply_pending_layout()
 
     def prepare_for_forward(self) -> None:
         self._core.before_forward(grads=True, training=True)
@@ -365,9 +451,9 @@ class TorchReducer:
 
     def _get_local_used_map(self) -> torch.Tensor:
         """On how many ranks each parameter took part in the last reduction."""
-        count = len(self._core.set.layout.params)
+        count = len(self._core.bucket_set.layout.params)
         uses = self._core.uses or [self._core.transport.size] * count
-        return torch.tensor(uses, dtype=torch.int32, device=self._core.set.layout.params[0].device)
+        return torch.tensor(uses, dtype=torch.int32, device=self._core.bucket_set.layout.params[0].device)
 
     def _install_post_backward_futures(self, futures: "list[torch.futures.Future[Any]]") -> None:
         self._core.after_backward.extend(futures)

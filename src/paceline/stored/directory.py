@@ -1,12 +1,16 @@
-"""Directories that survive a power failure, and that one process at a time writes to. Needs no torch."""
+"""Files and directories that survive a power failure, and a lock on a directory. Needs no torch."""
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
+import secrets
 import socket
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 from weakref import WeakValueDictionary
@@ -14,6 +18,48 @@ from weakref import WeakValueDictionary
 logger = logging.getLogger("paceline")
 
 LOCK = ".lock"
+PIECE = 1 << 20
+CHUNK = 4 * PIECE
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must contain: so many bytes, with these SHA-256 of its chunks, each of `chunk` bytes but the last."""
+
+    size: int
+    chunk: int
+    sha256: tuple[str, ...]
+
+
+def write_file(file: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a new file and wait until it is on disk. It is hashed in the same pass, while in the cache."""
+    digests, size = [hashlib.sha256()], 0
+    with file.open("xb") as out:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                if size == CHUNK * len(digests):
+                    digests.append(hashlib.sha256())
+                piece, view = view[: PIECE - size % PIECE], view[PIECE - size % PIECE :]
+                digests[-1].update(piece)
+                out.write(piece)
+                size += len(piece)
+        out.flush()
+        os.fsync(out.fileno())
+    return FileRecord(size, CHUNK, tuple(digest.hexdigest() for digest in digests))
+
+
+def replace_file(file: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a file, on disk whole or not at all, in place of the one that has this name. The directory must exist."""
+    new = file.with_name(f".{file.name}.new-{secrets.token_hex(8)}")
+    try:
+        write_file(new, parts)
+        new.replace(file)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to raise
+            new.unlink()
+        raise
+    fsync_directory(file.parent)
 
 
 def make_directory(path: Path) -> None:
@@ -44,7 +90,7 @@ def fsync_open_directory(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems do not know this of directories: there is nothing more that could be done.
+        # Some network file systems do not support this for directories: nothing more can be done.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 
@@ -55,7 +101,7 @@ class _LockFile:
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        weakref.finalize(self, _close, self.descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
 
     def signed(self) -> str:
         """Who has signed it last."""
@@ -66,10 +112,6 @@ class _LockFile:
         if self.signed() != text:
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, f"{text}\n".encode(), 0)
-
-
-def _close(descriptor: int) -> None:
-    os.close(descriptor)
 
 
 class DirectoryLock:
@@ -87,10 +129,10 @@ class DirectoryLock:
         self._warned = False
 
     def acquire(self) -> str:
-        """Take the lock, or make sure of it. Returns "" then, and otherwise who has it, as text.
+        """Take the lock, unless this process has it already. Returns "", or which other process has it.
 
         Where files cannot be locked, a warning says so once, and the directory counts as owned. Raises OSError if the
-        directory is not there.
+        directory does not exist.
         """
         self._path.parent.stat()
         try:
@@ -110,11 +152,11 @@ class DirectoryLock:
         try:
             self._file.sign()
         except OSError as error:  # such as a full disk: the lock holds, without a name
-            logger.debug("the owner of %s could not be written down: %s", self._path, error)
+            logger.debug("the owner could not be written to %s: %s", self._path, error)
         return ""
 
     def release(self) -> None:
-        """Let other processes have the directory, unless another object of this process has it too."""
+        """Let other processes have the directory, unless another object of this process still owns it."""
         self._file = None
 
     def _current_file(self) -> _LockFile:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.stored.tree import NATIVE, RESERVED
+from paceline.stored.json_tree import NATIVE, RESERVED
 
 _DTYPES = {word: dtype for dtype, word in NATIVE.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor's place behind the header."""
 
     name: str
@@ -30,15 +30,15 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Where each tensor of a file lies. `head` is what precedes the tensors' bytes."""
 
     head: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     size: int
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Layout:
+def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """The layout of a file of `tensors`: wide dtypes first, so that each tensor is aligned to its own elements.
 
     `metadata` is kept in the header, where readers of the format look for it.
@@ -47,7 +47,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
         value = tensors[name]
         end = at + value.numel() * value.element_size()
-        entries.append(Entry(name, value.dtype, tuple(value.shape), at, end))
+        entries.append(TensorEntry(name, value.dtype, tuple(value.shape), at, end))
         at = end
     header: dict[str, object] = {
         entry.name: {
@@ -59,35 +59,41 @@ def lay_out(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
     }
     text = json.dumps({RESERVED: {"format": "pt", **(metadata or {})}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return Layout(len(text).to_bytes(8, "little") + text, tuple(entries), at)
+    return FileLayout(len(text).to_bytes(8, "little") + text, tuple(entries), at)
 
 
-def views(layout: Layout, flat: torch.Tensor) -> list[torch.Tensor]:
+def file_parts(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[memoryview]]:
+    """A whole file: what precedes the tensors, and the memory of each, which is copied only where it has to be."""
+    layout = lay_out(tensors, metadata)
+    return layout.head, [bytes_of(tensors[entry.name].detach().cpu().contiguous()) for entry in layout.entries]
+
+
+def views(layout: FileLayout, flat: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of a layout as views of the buffer that holds their bytes."""
     return [flat[entry.begin : entry.end].view(entry.dtype).view(entry.shape) for entry in layout.entries]
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor. The tensor must outlive the view."""
+    """The memory of a contiguous CPU tensor, which lives as long as the view."""
     size = flat.numel() * flat.element_size()
     if size == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size).from_address(flat.data_ptr())).cast("B")
+    memory = (ctypes.c_ubyte * size).from_address(flat.data_ptr())
+    memory.owner = flat  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 class TensorFile:
-    """A file that was read into `flat`. Raises ValueError if it is not in the format."""
+    """A file that was read into `flat`. Raises ValueError if it is not in the safetensors format."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         content = bytes_of(flat)
         if len(content) < 8 or (length := int.from_bytes(content[:8], "little")) > len(content) - 8:
             raise ValueError(f"the header does not fit in a file of {len(content)} bytes")
-        header = json.loads(bytes(content[8 : 8 + length]))
-        if not isinstance(header, dict) or not all(isinstance(fields, dict) for fields in header.values()):
-            raise ValueError("the header is not a table of tensors")
-        self.metadata: Mapping[str, object] = header.get(RESERVED, {})
         self._body = flat[8 + length :]
-        self._entries = {name: self._entry(name, fields) for name, fields in header.items() if name != RESERVED}
+        self.metadata, self._entries = parse_header(bytes(content[8 : 8 + length]), self._body.numel())
         self._given: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -101,11 +107,24 @@ class TensorFile:
             self._given[name] = raw.view(entry.dtype).view(entry.shape)
         return self._given[name]
 
-    def _entry(self, name: str, fields: Mapping[str, object]) -> Entry:
-        dtype, shape, offsets = _DTYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
-        if dtype is None or not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-            raise ValueError(f"the header says about {name!r}: {dict(fields)}")
-        begin, end = offsets
-        if not 0 <= begin <= end <= self._body.numel() or end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name!r} of shape {shape} cannot lie at {begin} to {end}")
-        return Entry(name, dtype, tuple(shape), begin, end)
+
+def parse_header(text: bytes, size: int) -> tuple[Mapping[str, object], dict[str, TensorEntry]]:
+    """The metadata and the tensors of a file with `size` bytes behind this header. Raises ValueError."""
+    header = json.loads(text)
+    if not isinstance(header, dict) or not all(isinstance(fields, dict) for fields in header.values()):
+        raise ValueError("the header is not a table of tensors")
+    return header.get(RESERVED, {}), {
+        name: _entry(name, fields, size) for name, fields in header.items() if name != RESERVED
+    }
+
+
+def _entry(name: str, fields: Mapping[str, object], size: int) -> TensorEntry:
+    dtype, shape, offsets = _DTYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
+    if dtype is None or not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        raise ValueError(
+            f"the header describes {name!r} as {dict(fields)}, expected a known dtype, a shape and two offsets"
+        )
+    begin, end = offsets
+    if not 0 <= begin <= end <= size or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} of shape {shape} does not fit the bytes from {begin} to {end}")
+    return TensorEntry(name, dtype, tuple(shape), begin, end)

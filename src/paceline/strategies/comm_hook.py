@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.api import Transport
+from paceline.collectives.protocols import Transport
 from paceline.collectives.reduction import Flight, GradBucket
 from paceline.collectives.wait import FutureWork
 
@@ -19,8 +19,9 @@ class CommHook:
 
     state: Any
     hook: Hook
-    chains: bool = True
-    trivial_alone: bool = False
+
+    multi_step = True
+    trivial_alone = False
 
     def divides(self, transport: Transport, device: torch.device) -> bool:
         return True
@@ -33,10 +34,10 @@ class CommHook:
                 f"torch.futures.Future object, but got {type(future).__name__}"
             )
 
-        def land() -> torch.Tensor:
+        def result() -> torch.Tensor:
             return _tensor_of(future.value())
 
-        return Flight(FutureWork(future), land)
+        return Flight(FutureWork(future), result)
 
 
 def _tensor_of(value: Any) -> torch.Tensor:

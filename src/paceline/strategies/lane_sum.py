@@ -1,30 +1,27 @@
 """The sum over all lanes, in one binary tree over lane numbers: the same bits on any number of ranks."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
-from torch.nn.functional import pad
 
 from paceline.blocks import Block, aligned_blocks, lanes_of
-from paceline.collectives.api import Op, Transport, Work
+from paceline.collectives.protocols import Op, Transport
 from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
-from paceline.collectives.spare import SpareMemory
-from paceline.collectives.tree import tree_sum_of_blocks
+from paceline.collectives.torch_work import SpareMemory
+from paceline.collectives.tree_sum import tree_sum_of_blocks
 from paceline.errors import UsageError
-from paceline.strategies.side_stream import SideStream
-from paceline.strategies.steps import SteppedWork, Steps
-
-PIECE_BYTES = 8 << 20
+from paceline.strategies.multi_step import SideStream, SteppedWork, Steps
+from paceline.strategies.slice_exchange import reduce_by_slices
 
 
 class LaneSum:
     """The sum of the gradients of all lanes. A rank brings the sums of its aligned blocks: `GradBucket.blocks`.
 
     If every rank has one block and the tree over ranks is that over blocks, one collective does it where the transport
-    can (`Op.TREE`). Else each rank gets one slice of every block, adds the slices, and gives the result to all. On a
-    device that is queued on a stream of its own, so that neither the next bucket nor the host waits. Every node of the
-    tree is rounded to the type of the gradients, and nothing is divided.
+    can (`Op.TREE`). Else each rank adds one slice of every block and gives the result to all. On a device that is
+    queued on a stream of its own, so that neither the next bucket nor the host waits. Every node of the tree is rounded
+    to the type of the gradients, and nothing is divided.
     """
 
     trivial_alone = False
@@ -34,26 +31,18 @@ class LaneSum:
         one at a time, which is right everywhere. Replicas do not share a LaneSum: see `SideStream`."""
         if lanes < 1:
             raise UsageError(f"lanes must be at least 1, got {lanes}")
-        self._lanes = lanes
+        self.lanes = lanes
         self._side = SideStream()
         self._spare = SpareMemory()
-        self._chains = transport is None or self._must_chain(transport, device or torch.device("cpu"))
-
-    @property
-    def lanes(self) -> int:
-        return self._lanes
-
-    @property
-    def chains(self) -> bool:
-        return self._chains
+        self.multi_step = transport is None or self._must_chain(transport, device or torch.device("cpu"))
 
     def divides(self, transport: Transport, device: torch.device) -> bool:
         return False
 
     def check_transport(self, transport: Transport, device: torch.device) -> None:
-        if not self._in_one(transport, device) and not transport.exchanges(device):
+        if not self._in_one(transport, device) and not transport.traits(device).all_to_all:
             raise UsageError(
-                f"lanes={self._lanes} over {transport.size} ranks sends every rank its slice of a bucket, and the "
+                f"lanes={self.lanes} over {transport.size} ranks sends every rank its slice of a bucket, and the "
                 f"transport of this group cannot exchange slices; use a process group of gloo or NCCL"
             )
 
@@ -61,31 +50,31 @@ class LaneSum:
         flat, blocks = bucket.buffer(), bucket.blocks()
         self._check(bucket, transport)
         if transport.size == 1 and len(blocks) > 1:
-            flat.copy_(tree_sum_of_blocks(dict(blocks), self._lanes))
+            flat.copy_(tree_sum_of_blocks(dict(blocks), self.lanes))
         if transport.size == 1 or self._in_one(transport, flat.device):
             return Flight(transport.all_reduce(flat, Op.TREE))
-        steps = _reduce(flat, blocks, self._lanes, transport, self._spare)
+        steps = _reduce(flat, blocks, self.lanes, transport, self._spare)
         if _queues(transport, flat.device):
             return Flight(self._side.run(steps, flat.device, uses=[flat, *(part for _, part in blocks)]))
         return Flight(SteppedWork(steps))
 
     def _in_one(self, transport: Transport, device: torch.device) -> bool:
         """Whether one collective of the transport adds as the tree over lanes does."""
-        return _is_tree_of_ranks(self._lanes, transport.size) and transport.trees(device)
+        return _is_tree_of_ranks(self.lanes, transport.size) and transport.traits(device).tree_sum
 
     def _must_chain(self, transport: Transport, device: torch.device) -> bool:
         return transport.size > 1 and not (self._in_one(transport, device) or _queues(transport, device))
 
     def _check(self, bucket: GradBucket, transport: Transport) -> None:
-        expected, blocks = _cut(self._lanes, transport.size)[transport.rank], bucket.blocks()
+        expected, blocks = _cut(self.lanes, transport.size)[transport.rank], bucket.blocks()
         found = tuple(block for block, _ in blocks)
         if found != expected or (blocks and blocks[-1][1].data_ptr() != bucket.buffer().data_ptr()):
             raise UsageError(
                 f"rank {transport.rank} of {transport.size} was expected to bring the blocks {list(expected)} (first "
-                f"lane, width) of {self._lanes} lanes in bucket {bucket.index()}, the last of them in the bucket's own "
+                f"lane, width) of {self.lanes} lanes in bucket {bucket.index()}, the last of them in the bucket's own "
                 f"buffer, got {list(found)}"
             )
-        if not self._chains and self._must_chain(transport, bucket.buffer().device):
+        if not self.multi_step and self._must_chain(transport, bucket.buffer().device):
             raise UsageError(
                 f"this LaneSum was made for another transport than that of rank {transport.rank}, over which its "
                 f"buckets must fly one at a time; make a new one with LaneSum(lanes, transport, device)"
@@ -93,7 +82,7 @@ class LaneSum:
 
 
 def _queues(transport: Transport, device: torch.device) -> bool:
-    return device.type == "cuda" and transport.queues(device)
+    return device.type == "cuda" and transport.traits(device).stream_ordered
 
 
 @cache
@@ -114,54 +103,12 @@ def _reduce(
     flat: torch.Tensor, blocks: Sequence[LaneBlock], lanes: int, transport: Transport, spare: SpareMemory
 ) -> Steps:
     """Leave the sum of all blocks of all ranks in `flat`, which is the last of this rank's blocks."""
-    size = transport.size
-    cut = _cut(lanes, size)
+    cut = _cut(lanes, transport.size)
     # Who has fewer blocks than others sends one again, and nobody adds it.
     sent = [part for _, part in blocks] + [flat] * (max(map(len, cut)) - len(blocks))
-    body = flat.numel() // size * size
-    over = flat.numel() - body
-    rest = flat.new_empty(size)
-    if over:  # fewer elements than there are ranks
-        ends = [pad(part[body:], (0, size - over)) for part in sent]
-        own = yield from _own_slice(ends, cut, lanes, transport, spare)
-        yield transport.all_gather(rest, own)
-    for piece in _pieces(body, flat, size):
-        own = yield from _own_slice([part[piece] for part in sent], cut, lanes, transport, spare)
-        yield transport.all_gather(flat[piece], own)
-    if over:
-        flat[body:] = rest[:over]
 
+    def add(received: Sequence[torch.Tensor]) -> torch.Tensor:
+        by_block = {block: received[k][rank] for rank, own in enumerate(cut) for k, block in enumerate(own)}
+        return tree_sum_of_blocks(by_block, lanes)
 
-def _pieces(body: int, flat: torch.Tensor, size: int) -> Iterator[slice]:
-    """On a host, pieces: what is received needs memory beside the bucket, and so little of it. Each is a multiple of
-    the number of ranks."""
-    most = body if flat.device.type != "cpu" else max(size, PIECE_BYTES // flat.element_size() // size * size)
-    return (slice(begin, min(begin + most, body)) for begin in range(0, body, max(1, most)))
-
-
-def _own_slice(
-    sent: Sequence[torch.Tensor],
-    cut: Sequence[Sequence[Block]],
-    lanes: int,
-    transport: Transport,
-    spare: SpareMemory,
-) -> Generator[Work, None, torch.Tensor]:
-    """The part of the sum that this rank makes, from one slice of every block."""
-    rounds, lent = [], []
-    for part in sent:
-        if part.device.type == "cpu":
-            lent.append(spare.take(part.numel(), part.dtype))
-            slices = lent[-1][: part.numel()]
-        else:
-            slices = torch.empty_like(part)
-        yield transport.exchange(slices, part)
-        rounds.append(slices.view(transport.size, -1))
-    total = tree_sum_of_blocks(_by_block(rounds, cut), lanes)
-    for memory in lent:
-        spare.give_back(memory)
-    return total
-
-
-def _by_block(rounds: Sequence[torch.Tensor], cut: Sequence[Sequence[Block]]) -> dict[Block, torch.Tensor]:
-    """The k-th block of rank r is row r of what the k-th round brought."""
-    return {block: rounds[k][rank] for rank, blocks in enumerate(cut) for k, block in enumerate(blocks)}
+    return reduce_by_slices(flat, sent, add, transport, spare)

@@ -5,13 +5,12 @@ from types import MappingProxyType
 
 import torch
 
-from paceline.collectives.reduction import Reduction
+from paceline.collectives.reduction import Mean, Reduction
 from paceline.errors import UsageError
+from paceline.strategies.cast import Wide, Wire
 from paceline.strategies.fixed_order import FixedOrder
 from paceline.strategies.power_sgd import PowerSGD
-from paceline.strategies.reduction import Mean, Wire
 from paceline.strategies.top_k import TopK
-from paceline.strategies.wide import Wide
 
 NAMES: Mapping[str, Callable[[], Reduction]] = MappingProxyType(
     {

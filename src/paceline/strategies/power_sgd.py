@@ -6,13 +6,17 @@ from itertools import groupby
 
 import torch
 
-from paceline.collectives.api import Op, Transport
+from paceline.collectives.protocols import Op, Transport
 from paceline.collectives.reduction import Flight, GradBucket
 from paceline.errors import UsageError
-from paceline.strategies.low_rank import fresh_where_lost, orthonormal
 from paceline.strategies.memory import ParamMemory, clear_unless_finite
+from paceline.strategies.multi_step import SteppedWork, Steps
 from paceline.strategies.sparse import mean_of_rows
-from paceline.strategies.steps import SteppedWork, Steps
+
+# Above this, Householder's method (torch.linalg.qr) is faster than one column at a time.
+_FEW_COLUMNS = 4
+# A column that keeps less than this part of its length, once the others are taken out of it, is rounding error.
+_NOTHING_LEFT = 1e-5
 
 
 class _Remembered:
@@ -65,7 +69,7 @@ class PowerSGD:
     seed: int = 0
     memory: ParamMemory[_Remembered] = field(default_factory=ParamMemory, init=False, repr=False)
 
-    chains = True
+    multi_step = True
     trivial_alone = False
 
     def __post_init__(self) -> None:
@@ -193,3 +197,38 @@ def _batches(
         p_end, q_end = p_start + len(batch) * rows * thin, q_start + len(batch) * columns * thin
         yield batch, ps[p_start:p_end].view(-1, rows, thin), qs[q_start:q_end].view(-1, columns, thin)
         p_start, q_start = p_end, q_end
+
+
+def orthonormal(batch: torch.Tensor) -> torch.Tensor:
+    """The columns of a batch of matrices, of shape (matrices, rows, columns), made orthonormal.
+
+    Columns that depend on those before them are zero where there are few.
+
+    Each matrix is scaled by its largest element first, so that squares of small gradients do not vanish.
+    """
+    largest = batch.abs().amax(dim=(1, 2), keepdim=True)
+    scaled = batch / torch.where(largest > 0, largest, torch.ones_like(largest))
+    if batch.shape[2] > _FEW_COLUMNS:
+        q: torch.Tensor = torch.linalg.qr(scaled).Q
+        return q
+    columns: list[torch.Tensor] = []
+    for column in scaled.split(1, dim=2):
+        length = _length(column)
+        rest = column
+        for _ in range(2):  # once is not exact enough when columns are nearly parallel
+            for before in columns:
+                rest = rest - before * (before * rest).sum(dim=1, keepdim=True)
+        left = _length(rest)
+        keeps = (left > _NOTHING_LEFT * length) | ~torch.isfinite(left)  # a step that is not finite must show
+        columns.append(torch.where(keeps, rest / left, torch.zeros_like(rest)))
+    return torch.cat(columns, dim=2)
+
+
+def fresh_where_lost(matrix: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """`matrix` with columns that are zero, or not finite, taken from `fresh`: from zero no product leads back."""
+    length = matrix.abs().amax(dim=0, keepdim=True)
+    return torch.where((length > 0) & torch.isfinite(length), matrix, fresh)
+
+
+def _length(column: torch.Tensor) -> torch.Tensor:
+    return column.square().sum(dim=1, keepdim=True).sqrt()

@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import torch
 
-from paceline.collectives.api import Op, Transport, Work
+from paceline.collectives.protocols import Op, Transport, Work
 from paceline.collectives.reduction import Flight
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # row numbers, and one row of values for each

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from paceline.collectives.api import Op, Transport
+from paceline.collectives.protocols import Op, Transport
 from paceline.collectives.reduction import Flight, GradBucket, used_here
 from paceline.errors import UsageError
 from paceline.strategies.memory import ParamMemory, clear_unless_finite
@@ -30,7 +30,7 @@ class TopK:
     error_feedback: bool = True
     memory: ParamMemory[torch.Tensor] = field(default_factory=ParamMemory, init=False, repr=False)
 
-    chains = False
+    multi_step = False
     trivial_alone = False
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class TopK:
         part = _packed(indices, values)
         gathered = part.new_empty(transport.size * part.numel())
 
-        def land() -> None:
+        def result() -> None:
             wide = flat.to(torch.promote_types(flat.dtype, torch.float32)).zero_()
             for row in gathered.view(transport.size, part.numel()):
                 places, theirs = _unpacked(row, count, flat.dtype)
@@ -65,7 +65,7 @@ class TopK:
             flat.copy_(wide.div_(transport.size))
             used_here(gathered)
 
-        return Flight(transport.all_gather(gathered, part), land)
+        return Flight(transport.all_gather(gathered, part), result)
 
     def _choose(self, bucket: GradBucket, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The places of the largest entries, and what is sent of them. The rest is remembered."""

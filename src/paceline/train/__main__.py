@@ -6,11 +6,11 @@ import signal
 import sys
 from pathlib import Path
 
-from paceline.checkpoint.faults import NotSaved
+from paceline.checkpoint.errors import NotSaved
 from paceline.errors import NotFiniteGradients, PacelineError, UsageError
-from paceline.tell import tell
+from paceline.rank_report import report
 from paceline.train.config import NOT_FINITE_EXIT
-from paceline.train.folder import RunFolder
+from paceline.train.run_folder import RunFolder
 
 
 def main(folder: RunFolder) -> None:
@@ -42,12 +42,14 @@ def code_of(error: PacelineError) -> int | None:
 
 if __name__ == "__main__":
     say_warnings()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # "save and go on": there is nothing to save before the first step
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # it asks for a checkpoint, and before the first step there is nothing to save
     try:
         main(RunFolder(Path(sys.argv[1])))
     except PacelineError as error:
         if (code := code_of(error)) is None:
             raise
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        tell("refused", text=str(error))  # the launcher shows it in the place of a failure
+        report("refused", text=str(error))  # the launcher shows it in the place of a failure
         sys.exit(code)

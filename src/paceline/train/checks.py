@@ -1,6 +1,6 @@
-"""What a run finds out about itself after its first steps: memory against plan, gradients against one process.
+"""Two checks of every run: its memory against the plan, and its gradients against those of one process.
 
-Not before them, so that the first step comes as soon as it can.
+They come after the first steps, so that the first step starts as soon as it can.
 """
 
 import copy
@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.memory_plan.closed_form import plan_params
+from paceline.memory_plan.closed_form import PlanSettings
 from paceline.memory_plan.measured import Peak
-from paceline.tell import tell
+from paceline.rank_report import report
 from paceline.train.config import TrainConfig
 from paceline.train.model import GPT
+from paceline.train.samples import Sample, Text
 from paceline.train.sizes import SIZES
-from paceline.train.text import Sample, Text
 
 SETTLED_AFTER = 3  # steps: by then the optimizer has its states and the buckets have their place
 
 
 class Checks:
-    """Made when the net is there and nothing else is."""
+    """Create it when the net exists and nothing else does."""
 
     def __init__(self, net: nn.Module, world: paceline.World) -> None:
         self._net = net
@@ -42,12 +42,13 @@ class Checks:
             self.measured = self._peak.nbytes() + self._net_bytes
             if self._world.rank == 0:
                 self.planned = planned_bytes(self._net, config, text, self._world)
-            self.difference = gradient_difference(self._net, samples_to_compare(text, self._world))
-            tell("checked", planned=self.planned, measured=self.measured, difference=self.difference)
+            if config.placement != "zero3":  # it takes copies of the whole model
+                self.difference = gradient_difference(self._net, samples_to_compare(text, self._world))
+            report("checked", planned=self.planned, measured=self.measured, difference=self.difference)
 
 
 def warm_up(device: torch.device) -> None:
-    """Have torch load what a step needs of its libraries: their pages are not the model's."""
+    """Make torch load the libraries that a step needs: their pages are not the model's."""
     net = GPT(SIZES["nano"], 256).to(device)
     tokens = torch.zeros(1, 8, dtype=torch.int64, device=device)
     net(tokens, tokens).backward()
@@ -55,25 +56,26 @@ def warm_up(device: torch.device) -> None:
 
 
 def planned_bytes(net: nn.Module, config: TrainConfig, text: Text, world: paceline.World) -> int:
-    """The peak of one rank as `paceline plan` foresees it, from the numbers of the model."""
+    """The peak of one rank as `paceline plan` predicts it from the numbers of the model."""
     shape = config.shape
-    plan = plan_params(
-        sum(param.numel() for param in net.parameters()),
-        config.batch,
-        shape.context,
-        text.tokenizer.vocabulary,
+    settings = PlanSettings(
+        params=sum(param.numel() for param in net.parameters()),
+        batch=config.batch,
+        seq=shape.context,
+        vocab=text.tokenizer.vocabulary,
         layers=shape.layers,
         width=shape.width,
         heads=shape.heads,
         dtype=config.dtype,
-        ranks=world.size,
+        ranks=(world.size,),
         accumulate=config.accumulate,
         lanes=config.lanes or None,
-        fused=True,
+        update="fused",
+        placement=config.placement,
         checkpointing=config.checkpointing,
         device=world.device.type,
     )
-    return plan.total
+    return settings.plan().total
 
 
 def gradient_difference(net: nn.Module, batch: Sample) -> float:
@@ -100,7 +102,7 @@ def _copy(net: nn.Module) -> nn.Module:
 
 
 def samples_to_compare(text: Text, world: paceline.World) -> Sample:
-    """Two a rank, others on every rank."""
+    """Two for each rank, different ones on every rank."""
     places = [(2 * world.rank + index) % len(text.train) for index in range(2)]
     tokens, targets = zip(*(text.train[place] for place in places), strict=True)
     return torch.stack(tokens).to(world.device), torch.stack(targets).to(world.device)

@@ -32,7 +32,9 @@ def read_corpus(data: str) -> Corpus:
     files, source = find_files(data)
     documents = [text for file in files if (text := _read(file))]
     if not documents:
-        raise CorpusError(f"data={data!r}: the {len(files)} files found hold no text; expected at least one that does")
+        raise CorpusError(
+            f"data={data!r}: the {len(files)} files found contain no text; expected at least one that does"
+        )
     if len(documents) >= HELD_OUT_EVERY:
         held_out = documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
         train = [text for index, text in enumerate(documents) if index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
@@ -48,7 +50,9 @@ def find_files(data: str) -> tuple[list[Path], str]:
         home = Path(sysconfig.get_path("stdlib"))
         found = _text_files(path for path in home.rglob("*.py") if not NOT_TEXT & set(path.parts))
         if not found:
-            raise CorpusError(f"data='stdlib': no source files in {home}; this Python has none, give --data a text")
+            raise CorpusError(
+                f"data='stdlib': no source files in {home}: this Python has none; pass a text with --data"
+            )
         return found, f"Python's standard library, {len(found)} files"
     path = Path(data).expanduser()
     if path.is_file():

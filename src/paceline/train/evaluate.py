@@ -5,7 +5,7 @@ from torch.utils.data import default_collate
 
 import paceline
 from paceline.progress import Phase, own_progress
-from paceline.train.run import Run
+from paceline.train.run_state import Run
 
 TEMPERATURE, LIKELIEST = 0.8, 40
 
@@ -14,20 +14,24 @@ TEMPERATURE, LIKELIEST = 0.8, 40
 def held_out_loss(run: Run) -> float:
     """The mean loss in nats per token over the same samples at every evaluation.
 
-    It is the same number in every world: the micros are, each is taken by one rank, and they are added up in order.
+    It is the same number in every world: so are the microbatches, each is taken by one rank, and sums are in order. A
+    rank that has one less than others runs one again, because parameters in shards are gathered by all ranks together.
     """
     text, config = run.text.held_out, run.config
     count = min(config.eval_samples, len(text))
     chosen = [index * len(text) // count for index in range(count)]
-    micros = [chosen[begin : begin + config.batch] for begin in range(0, count, config.batch)]
-    losses = torch.zeros(len(micros), dtype=torch.float64, device="cpu")
+    microbatches = [chosen[begin : begin + config.batch] for begin in range(0, count, config.batch)]
+    losses = torch.zeros(len(microbatches), dtype=torch.float64, device="cpu")
     run.net.eval()
-    for number in range(run.world.rank, len(micros), run.world.size):
+    rounds = -(-len(microbatches) // run.world.size)
+    for number in range(run.world.rank, rounds * run.world.size, run.world.size):
         own_progress().note(Phase.EVALUATE)  # the replica is not asked, so it cannot say so
-        tokens, targets = default_collate([text[index] for index in micros[number]])
+        again = number >= len(microbatches)
+        number = 0 if again else number
+        tokens, targets = default_collate([text[index] for index in microbatches[number]])
         with torch.autocast(run.device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
             loss = run.net(tokens.to(run.device), targets.to(run.device))
-        losses[number] = float(loss) * len(tokens)
+        losses[number] += 0.0 if again else float(loss) * len(tokens)
     run.net.train()
     summed = sum(paceline.all_reduce(losses, "sum").tolist())
     return float(summed / count)
@@ -35,7 +39,7 @@ def held_out_loss(run: Run) -> float:
 
 @torch.no_grad()
 def write_sample(run: Run) -> str:
-    """What the model goes on with after a few words of held-out text."""
+    """The model's continuation of a few words of held-out text. All ranks call it, and write the same."""
     context = run.config.shape.context
     source = torch.Generator(device="cpu").manual_seed(run.config.seed)
     tokens: list[int] = run.text.held_out[len(run.text.held_out) // 2][0][: min(32, context // 2)].tolist()

@@ -1,9 +1,10 @@
 """The training loop: plain torch, with paceline's class, loader and checkpoints in it.
 
-run_rank()    one rank, from the start to the result
-train()       the loop
-step_once()   one optimizer step
-run_lane()    forward and backward of one lane
+run_rank()           one rank, from the start to the result
+train()              the loop
+train_step()         one optimizer step
+forward_backward()   forward and backward of one lane
+build_run()          the model, the optimizer, the data, the checkpoints
 """
 
 import contextlib
@@ -14,24 +15,21 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
 
 import paceline
 from paceline.errors import NotFiniteGradients, UsageError
 from paceline.progress import Phase, own_progress
-from paceline.tell import tell
-from paceline.train.checkpoints import resume, save
+from paceline.rank_report import report
 from paceline.train.checks import Checks
 from paceline.train.closing import close_run
 from paceline.train.config import TrainConfig
 from paceline.train.evaluate import held_out_loss
-from paceline.train.folder import RunFolder
-from paceline.train.model import GPT, matrices_and_vectors
-from paceline.train.numbers import Unread, due, read_numbers
-from paceline.train.record import Record
-from paceline.train.run import Run
-from paceline.train.schedule import rate_at, set_rate
-from paceline.train.text import Sample, Text, prepare
+from paceline.train.metrics import RunMetrics, UnreadStep
+from paceline.train.model import GPT
+from paceline.train.optimizer import adamw, rate_at, set_rate
+from paceline.train.run_folder import RunFolder
+from paceline.train.run_state import Run, resume, save
+from paceline.train.samples import Sample, Text, prepare
 
 
 def run_rank(config: TrainConfig, folder: RunFolder) -> None:
@@ -42,13 +40,13 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
     if config.lanes and world.device.type == "cuda":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    run = build(config, folder, world, prepare(config, folder.path))
+    run = build_run(config, folder, world, prepare(config, folder.path))
     resume(run)
     began = time.monotonic()
     with paceline.Preemption() as preemption:
         try:
             ended = train(run, preemption)
-        except NotFiniteGradients as error:  # on all ranks alike, and none has stepped on them
+        except NotFiniteGradients as error:  # raised on all ranks alike, and none has stepped on these gradients
             if run.saved_at != run.step:
                 save(run)
             run.checkpoints.wait()
@@ -56,7 +54,7 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
             raise NotFiniteGradients(text, ranks=error.ranks) from error
     run.checkpoints.wait()
     close_run(run, ended, time.monotonic() - began)
-    run.record.close()
+    run.metrics.close()
     paceline.shutdown()
 
 
@@ -65,88 +63,84 @@ def train(run: Run, preemption: "paceline.Preemption") -> str:
     config = run.config
     batches = run.loader.endless()
     while run.step < config.steps:
-        began = time.perf_counter()
-        if not run.unread:
-            run.read_at = began
+        began = run.metrics.begin_step()
         own_progress().note(Phase.DATA, run.step)
-        lanes = next_step(batches, run)
-        fetched = time.perf_counter()
-        asks = asked(preemption)
-        run.model.vote(stop=asks[0], save=asks[1])
-        losses, norm = step_once(run, lanes)
+        lanes = next_microbatches(batches, run)
+        data_s = time.perf_counter() - began
+
+        asked = take_signals(preemption)
+        run.model.vote(stop=asked["stop"], save=asked["save"])
+        losses, norm = train_step(run, lanes)
         run.loader.commit(step=run.step)
-        stop, now = asked_by_any(run, *asks)
-        own_tokens = sum(tokens.numel() for micros in lanes for tokens, _ in micros)
-        run.unread.append(Unread(run.step, rate_at(run.step - 1, config), losses, norm, fetched - began, own_tokens))
-        saves = stop or now or run.checkpoints.due(run.step)
-        # Also when it stops here: whoever goes on begins with the step after.
+        if run.world.size > 1:  # by any rank, in the same step on each; a step later where a GPU runs behind its host
+            asked = run.model.votes
+
+        own_tokens = sum(tokens.numel() for microbatches in lanes for tokens, _ in microbatches)
+        run.metrics.end_step(UnreadStep(run.step, rate_at(run.step - 1, config), losses, norm, data_s, own_tokens))
+        saves = asked["stop"] or asked["save"] or run.checkpoints.due(run.step)
+        # Also when it stops here: a run that resumes begins with the step after.
         evaluates = bool(config.eval_every) and run.step % config.eval_every == 0 and run.step < config.steps
-        if saves or evaluates or run.step == config.steps or due(run):
-            read_numbers(run)
+        if saves or evaluates or run.step == config.steps or run.metrics.due(run.step):
+            run.metrics.read()
         run.checks.after_step(config, run.text)
         if saves:
             save(run)
         if evaluates:
             loss = held_out_loss(run)
-            run.record.held_out(run.step, loss, loss / run.text.bytes_per_token)
-        if stop:
+            run.metrics.held_out(run.step, loss, loss / run.text.bytes_per_token)
+        if asked["stop"]:
             return "stopped"
     if run.saved_at != run.step:
         save(run)
     return "finished"
 
 
-def next_step(batches: Iterator[Any], run: Run) -> list[list[Sample]]:
-    """The micros of one step, for each lane of this rank. Without lanes a rank is like one lane."""
+def next_microbatches(batches: Iterator[Any], run: Run) -> list[list[Sample]]:
+    """The microbatches of one step, for each lane of this rank. Without lanes a rank is like one lane."""
     taken = [next(batches) for _ in range(run.config.accumulate)]
     lanes = zip(*taken, strict=True) if run.config.lanes else [taken]
-    return [[to_device(micro, run.device) for micro in micros] for micros in lanes]
+    return [[to_device(microbatch, run.device) for microbatch in microbatches] for microbatches in lanes]
 
 
-def step_once(run: Run, lanes: list[list[Sample]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer step. Returns the loss of each of this rank's lanes, and the norm of all gradients, where they are:
-    to read them would wait for the device."""
+def train_step(run: Run, lanes: list[list[Sample]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimizer step. Returns the loss of each of this rank's lanes and the norm of all gradients.
+
+    Both stay on the device: reading them would wait for it.
+    """
     config = run.config
     set_rate(run.optimizer, rate_at(run.step, config))
     if config.lanes:
-        losses = [run_lane(run, micros) for micros in run.model.lanes(lanes, run.step)]
+        losses = [forward_backward(run, microbatches) for microbatches in run.model.lanes(lanes, run.step)]
     else:
         if config.dropout:  # masks follow from the step and the rank, so a resumed run draws the same ones
             torch.manual_seed(paceline.randomness.mixed(config.seed, run.step, run.world.rank))
-        losses = [run_lane(run, micros) for micros in lanes]
-    norm = nn.utils.clip_grad_norm_(run.net.parameters(), config.clip or float("inf"))
+        losses = [forward_backward(run, microbatches) for microbatches in lanes]
+    norm = run.model.clip_grad_norm_(config.clip or float("inf"))
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.step += 1
     return torch.stack(losses), norm
 
 
-def run_lane(run: Run, micros: list[Sample]) -> torch.Tensor:
-    """Forward and backward of the micros of one lane. Returns its loss."""
+def forward_backward(run: Run, microbatches: list[Sample]) -> torch.Tensor:
+    """Forward and backward of the microbatches of one lane. Returns its loss."""
     total = torch.zeros((), device=run.device)
-    for number, (tokens, targets) in enumerate(micros, start=1):
-        with contextlib.nullcontext() if number == len(micros) else run.model.no_sync():
+    count = len(microbatches)
+    for number, (tokens, targets) in enumerate(microbatches, start=1):
+        with contextlib.nullcontext() if number == count else run.model.no_sync():
             with torch.autocast(run.device.type, torch.bfloat16, enabled=run.config.dtype == "bf16"):
                 loss = run.model(tokens, targets)
-            (loss / len(micros)).backward()
-            total += loss.detach() / len(micros)
+            (loss / count).backward()
+            total += loss.detach() / count
     return total
 
 
-def asked(preemption: "paceline.Preemption") -> tuple[bool, bool]:
-    """Whether this rank was asked to save and stop (SIGTERM), and to save and go on (SIGUSR1)."""
-    stop, now = signal.SIGTERM in preemption.signals, signal.SIGUSR1 in preemption.signals
-    if now:
+def take_signals(preemption: "paceline.Preemption") -> dict[str, bool]:
+    """Whether this rank was asked to save and stop (SIGTERM), or to save and go on (SIGUSR1)."""
+    asked = {"stop": signal.SIGTERM in preemption.signals, "save": signal.SIGUSR1 in preemption.signals}
+    if asked["save"]:
         preemption.signals.remove(signal.SIGUSR1)
-    return stop, now
-
-
-def asked_by_any(run: Run, stop: bool, now: bool) -> tuple[bool, bool]:
-    """The same of all ranks, in the same step on each. Where a GPU runs ahead of its host they hear it a step later."""
-    if run.world.size == 1:
-        return stop, now
-    votes = run.model.votes
-    return bool(votes["stop"]), bool(votes["save"])
+    return asked
 
 
 def to_device(sample: Sample, device: torch.device) -> Sample:
@@ -159,7 +153,7 @@ def to_device(sample: Sample, device: torch.device) -> Sample:
 # ---- the parts of a run
 
 
-def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: Text) -> Run:
+def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, text: Text) -> Run:
     """Everything, ready for the first step."""
     torch.manual_seed(config.seed)
     net = GPT(config.shape, text.tokenizer.vocabulary, dropout=config.dropout, checkpointing=config.checkpointing)
@@ -167,6 +161,7 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
     checks = Checks(net, world)
     model: Any = paceline.DistributedDataParallel(
         net,
+        placement=config.placement,
         transport=config.transport,
         lanes=config.lanes or None,
         seed=config.seed,
@@ -174,14 +169,14 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
             state_every=config.check_every,
             drift=config.on_drift,
             not_finite="skip",
-            capsules=folder.capsules,
+            capsules=folder.capsules if config.placement != "zero3" else None,  # they take whole parameters
             about={"train": asdict(config)},
         ),
     )
     parameters = sum(param.numel() for param in net.parameters())
-    where = {"ranks": world.size, "lanes": config.lanes, "device": str(world.device)}
+    where = {"ranks": world.size, "lanes": config.lanes, "placement": config.placement, "device": str(world.device)}
     where["samples"], where["context"] = config.samples_of_step(world.size), config.shape.context
-    tell("ready", **where, parameters=parameters, source=text.source)
+    report("ready", **where, parameters=parameters, source=text.source)
     return Run(
         config=config,
         folder=folder,
@@ -189,7 +184,7 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
         text=text,
         net=net,
         model=torch.compile(model) if config.compile else model,
-        optimizer=adamw(net, config),
+        optimizer=adamw(model, config),
         loader=paceline.Loader(
             text.train,
             config.batch,
@@ -197,7 +192,7 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
             seed=config.seed,
             manual_commit=True,  # a step may take several batches
             reseed=False,  # reading a sample draws no random numbers
-            ledger=folder.path / "ledger" if config.audit else None,
+            sample_log=folder.path / "ledger" if config.audit else None,
         ),
         checkpoints=paceline.Checkpointer(
             folder.checkpoints,
@@ -205,12 +200,6 @@ def build(config: TrainConfig, folder: RunFolder, world: paceline.World, text: T
             every_steps=config.save_every or None,
             every_seconds=config.save_seconds or None,
         ),
-        record=Record(config, folder, world.rank),
+        metrics=RunMetrics(config, folder, world, model),
         checks=checks,
     )
-
-
-def adamw(net: GPT, config: TrainConfig) -> torch.optim.Optimizer:
-    matrices, vectors = matrices_and_vectors(net)
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)

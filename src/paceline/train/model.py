@@ -73,9 +73,3 @@ def _start(module: nn.Module, layers: int) -> None:
     if isinstance(module, Block):
         for last in (module.out, module.down):
             nn.init.normal_(last.weight, std=0.02 / (2 * layers) ** 0.5)
-
-
-def matrices_and_vectors(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters that weight decay is for, and those it is not for."""
-    params = list(model.parameters())
-    return [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]

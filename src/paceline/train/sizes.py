@@ -12,11 +12,6 @@ class Shape:
     heads: int
     context: int
 
-    def parameters(self, vocabulary: int) -> int:
-        """How many there are, with one embedding for both ends."""
-        block = 12 * self.width**2 + 13 * self.width
-        return (vocabulary + self.context) * self.width + self.layers * block + 2 * self.width
-
 
 SIZES = {
     "nano": Shape(2, 64, 2, 64),

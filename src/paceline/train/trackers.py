@@ -1,4 +1,4 @@
-"""Thin adapters to experiment trackers. Each is loaded when it is asked for by name, and none can end the training."""
+"""Thin adapters for experiment trackers. Each is imported only if it is asked for, and none can end the training."""
 
 import importlib
 import logging
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from paceline.errors import UsageError
 from paceline.train.config import TrainConfig
@@ -18,64 +18,52 @@ T = TypeVar("T")
 FAILURES = 3  # in a row; a server that is down may hold each call for minutes
 
 
-class Tracker(Protocol):
-    """Gets the numbers of every step."""
+class Tracker(NamedTuple):
+    """Takes the numbers of every step."""
 
-    def log(self, numbers: Mapping[str, float], step: int) -> None: ...
+    log: Callable[[Mapping[str, float], int], None]
+    close: Callable[[], None]
 
-    def close(self) -> None: ...
 
+def open_tensorboard(config: TrainConfig, folder: Path) -> Tracker:
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
+    writer.add_text("config", str(asdict(config)))
 
-class TensorBoard:
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
-        library = importlib.import_module("torch.utils.tensorboard")
-        self._writer = library.SummaryWriter(str(folder / "tensorboard"))
-        self._writer.add_text("config", str(asdict(config)))
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
+    def log(numbers: Mapping[str, float], step: int) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return Tracker(log, writer.close)
 
 
-class RunTracker:
+def open_wandb(library_name: str, config: TrainConfig, folder: Path) -> Tracker:
     """Weights & Biases, and trackio, which has the same three calls."""
-
-    def __init__(self, library: str, config: TrainConfig, folder: Path) -> None:
-        self._library = importlib.import_module(library)
-        self._library.init(project="paceline", name=folder.name, config=asdict(config))
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self._library.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._library.finish()
+    library = importlib.import_module(library_name)
+    library.init(project="paceline", name=folder.name, config=asdict(config))
+    return Tracker(lambda numbers, step: library.log(dict(numbers), step=step), library.finish)
 
 
-class MLflow:
-    def __init__(self, config: TrainConfig, folder: Path) -> None:
-        self._library = importlib.import_module("mlflow")
-        self._library.start_run(run_name=folder.name)
-        self._library.log_params(asdict(config))
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self._library.log_metrics(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._library.end_run()
+def open_mlflow(config: TrainConfig, folder: Path) -> Tracker:
+    library = importlib.import_module("mlflow")
+    library.start_run(run_name=folder.name)
+    library.log_params(asdict(config))
+    return Tracker(lambda numbers, step: library.log_metrics(dict(numbers), step=step), library.end_run)
 
 
-NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
+OPENERS: Mapping[str, Callable[[TrainConfig, Path], Tracker]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": partial(open_wandb, "wandb"),
+    "trackio": partial(open_wandb, "trackio"),
+    "mlflow": open_mlflow,
+}
 
 
 def check_installed(config: TrainConfig) -> list[str]:
-    """The trackers that the configuration names; one that cannot be had is refused before anything is started."""
+    """The trackers that the configuration names. One that is not installed is refused before anything starts."""
     names = [name.strip() for name in config.trackers.split(",") if name.strip()]
     for name in names:
-        if name not in NAMES:
-            known = ", ".join(NAMES)
+        if name not in OPENERS:
+            known = ", ".join(OPENERS)
             raise UsageError(f"trackers={config.trackers!r}: {name!r} is not known; expected some of {known}")
         if find_spec(name) is None:
             raise UsageError(f"the tracker {name} is not installed: pip install {name}, or leave it out")
@@ -117,7 +105,7 @@ class Trackers:
             if name not in self._reported:
                 self._reported.add(name)
                 logger.warning(
-                    "the tracker %s %s (%s: %s); training goes on, and what it misses is in metrics.jsonl",
+                    "the tracker %s %s (%s: %s); training continues, and metrics.jsonl has every number",
                     name,
                     what,
                     type(error).__name__,
@@ -130,10 +118,4 @@ class Trackers:
 
 def open_trackers(config: TrainConfig, folder: Path) -> Trackers:
     """Those that the configuration names."""
-    return Trackers({name: partial(_open, name, config, folder) for name in check_installed(config)})
-
-
-def _open(name: str, config: TrainConfig, folder: Path) -> Tracker:
-    if name == "tensorboard":
-        return TensorBoard(config, folder)
-    return MLflow(config, folder) if name == "mlflow" else RunTracker(name, config, folder)
+    return Trackers({name: partial(OPENERS[name], config, folder) for name in check_installed(config)})

@@ -1,5 +1,5 @@
-"""Which rank this process is, in how large a world, and how it was told. Needs no torch until a device is asked for."""
+"""Which rank this process is, in how large a world, and who says so. Needs no torch until a device is asked for."""
 
-from paceline.world.value import World
+from paceline.world.world import World
 
 __all__ = ["World"]

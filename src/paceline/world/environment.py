@@ -1,25 +1,11 @@
-"""Reads launcher variables as what they ought to be, and says what is wrong with them by name."""
+"""Reads the environment variables of launchers with checks; errors name the variable."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from paceline.errors import WorldError
 
 # torchrun's default; used where a scheduler names the host of rank 0 and leaves the port to us.
 DEFAULT_PORT = 29500
-
-
-class Place(NamedTuple):
-    """What one launcher's variables say about this process. An empty address or port 0 means: not said."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    master_addr: str
-    master_port: int
-    source: str
 
 
 class Variables:
@@ -48,8 +34,7 @@ class Variables:
         # int() alone would also take "1_000" and other scripts' digits, which no launcher means.
         if not (text.isascii() and text.isdigit()):
             raise WorldError(
-                f"{name}={text!r} is not a rank or a count: expected a whole number of at least 0; "
-                f"set it right or unset it"
+                f"{name}={text!r} is not a rank or a count: expected a whole number of at least 0; correct or unset it"
             )
         return int(text)
 
@@ -60,9 +45,10 @@ class Variables:
             raise WorldError(f"{name}={port} is not a TCP port: expected 1 to 65535")
         return port
 
-    def seat(self, rank_name: str, size_name: str) -> tuple[int, int]:
-        """A rank and the size it must be below."""
-        rank, size = self.integer(rank_name), self.integer(size_name)
+    def rank_and_size(self, rank_name: str, size_name: str, default: tuple[int, int] | None = None) -> tuple[int, int]:
+        """A rank and the size it must be below. A variable that is not set has its `default`, made to fit the rank."""
+        rank = self.integer(rank_name, None if default is None else default[0])
+        size = self.integer(size_name, None if default is None else max(default[1], rank + 1))
         if rank >= size:
             raise WorldError(
                 f"{rank_name}={rank} and {size_name}={size} contradict each other: "
@@ -72,10 +58,10 @@ class Variables:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` means this machine by its own form, without asking a name server."""
+    """Whether `address` is a loopback address by its form, without a DNS lookup."""
     return address.lower() in ("localhost", "::1") or address.startswith("127.")
 
 
 def node_of(rank: int, local_rank: int, local_size: int) -> int:
-    """The node of `rank` when ranks are dealt in blocks, which is every launcher's default."""
+    """The node of `rank` if ranks are placed in blocks, which is every launcher's default."""
     return max(0, rank - local_rank) // max(1, local_size)

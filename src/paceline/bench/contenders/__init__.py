@@ -1,11 +1,21 @@
-"""Who takes part. Nothing here loads torch: a contender's module is imported in the contender's own processes."""
+"""The contenders: who takes part, by name. Nothing here loads torch; a contender is built in processes of its own.
 
-from collections.abc import Iterable, Sequence
+A contender of your own is a function of a file, named as `FILE.py:FUNCTION`:
+
+    def mine(context: BuildContext) -> Trainee: ...     # both of paceline.bench.contenders.trainee
+
+or a `Contender` instead of the function, to say more about it:
+
+    mine = Contender("my wrapper", build, needs=("mine",), devices=("cpu",))
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from paceline.bench.checkout import sources_in
+from paceline.bench.loading import load_named
 from paceline.errors import UsageError
 
 AGAIN = " (A/A)"
@@ -13,17 +23,22 @@ AGAIN = " (A/A)"
 
 @dataclass(frozen=True, slots=True)
 class ContenderName:
-    """`name@PATH:key=value:key=value`: a contender, with arguments for what it wraps the model in. `@PATH` takes
-    paceline from another checkout."""
+    """`NAME@CHECKOUT:KEY=VALUE:KEY=VALUE` or `FILE.py:NAME:KEY=VALUE`, with arguments for the model's wrapper."""
 
     name: str
     arguments: tuple[tuple[str, Any], ...] = ()
     checkout: str = ""
+    file: str = ""
 
     @classmethod
     def parse(cls, text: str) -> "ContenderName":
-        whole, *pairs = text.strip().removesuffix(AGAIN).split(":")
-        name, at, checkout = whole.partition("@")
+        first, *pairs = text.strip().removesuffix(AGAIN).split(":")
+        file = ""
+        if first.endswith(".py"):
+            if not (pairs and pairs[0].isidentifier()):
+                raise UsageError(f"expected a contender as FILE.py:NAME, got {text!r}")
+            file, first = first, pairs.pop(0)
+        name, at, checkout = first.partition("@")
         if at and not checkout:
             raise UsageError(f"expected the path of a checkout after the @, got {text!r}")
         arguments = []
@@ -32,24 +47,12 @@ class ContenderName:
             if not (equals and key.isidentifier()):
                 raise UsageError(f"expected a contender as name:key=value, got {text!r}")
             arguments.append((key, _value(value)))
-        return cls(name, tuple(arguments), checkout)
+        return cls(name, tuple(arguments), checkout, file)
 
     @property
     def sources(self) -> str:
-        """The folder to import the other checkout's paceline from; empty when there is no other."""
+        """The folder to import the other checkout's paceline from; empty when there is none."""
         return str(sources_in(self.checkout)) if self.checkout else ""
-
-
-def label_each(names: Iterable[str]) -> tuple[str, ...]:
-    """A contender that is named twice runs twice: it is compared with itself, so the second row shows the noise."""
-    labels: list[str] = []
-    for name in names:
-        labels.append(f"{name}{AGAIN}" if name in labels else name)
-    if not labels or len(set(labels)) != len(labels):
-        raise UsageError(
-            f"expected one or more contenders, each once, or twice for an A/A row that shows the noise; got {labels}"
-        )
-    return tuple(labels)
 
 
 def _value(text: str) -> Any:
@@ -64,83 +67,92 @@ def _value(text: str) -> Any:
     return text
 
 
+def label_each(names: Iterable[str]) -> tuple[str, ...]:
+    """A contender that is named twice runs twice: the second row compares it with itself, which shows the noise."""
+    labels: list[str] = []
+    for name in names:
+        labels.append(f"{name}{AGAIN}" if name in labels else name)
+    if not labels or len(set(labels)) != len(labels):
+        raise UsageError(
+            f"expected one or more contenders, each once, or twice for an A/A row that shows the noise; got {labels}"
+        )
+    return tuple(labels)
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way to train the model."""
+    """One way to train the model, or to all-reduce."""
 
-    name: str
     about: str
-    module: str  # under paceline.bench.contenders; its `build` makes the trainee
+    build: str | Callable[..., Any] = ""  # makes a Trainee of a BuildContext; "module:function" of this package
+    task: Callable[..., Any] | None = None  # instead of `build`: a Task of its own, with its own timed loop
     needs: tuple[str, ...] = ()  # modules beyond torch
     one_process: bool = False  # with the batches of all ranks
-    synchronises: bool = True
+    synchronizes: bool = True
     same_weights: bool = True  # starts from the same weights as the others
-    launcher: str = "plain"  # or "mpiexec"
-    task: str = "torch"  # or "tensorflow"
+    mpiexec: bool = False  # its ranks are started by mpiexec
     devices: tuple[str, ...] = ("cpu", "cuda")
-    in_all: bool = True  # whether `all` names it; the parts of one comparison are not peers
+    in_all: bool = True  # `all` includes it
 
-    def missing(self) -> tuple[str, ...]:
-        return tuple(name for name in self.needs if find_spec(name) is None)
+    def why_absent(self, device: str) -> str:
+        """Why the contender cannot run here, as `state: reason`; empty if it can."""
+        if missing := [name for name in self.needs if find_spec(name) is None]:
+            return f"not installed: {', '.join(missing)}: pip install 'paceline[peers]'"
+        return "" if device in self.devices else f"not here: runs on {', '.join(self.devices)} only"
+
+    def builder(self) -> Callable[..., Any]:
+        """The function that builds the trainee. This loads torch."""
+        if not isinstance(self.build, str):
+            return self.build
+        found: Callable[..., Any] = load_named(f"paceline.bench.contenders.{self.build}")
+        return found
 
 
 CONTENDERS = {
-    contender.name: contender
-    for contender in (
-        Contender("floor", "no synchronisation", "torch_ways", synchronises=False),
-        Contender("bare", "the module alone", "torch_ways", synchronises=False, in_all=False),
-        Contender("paceline", "paceline.DistributedDataParallel", "ours"),
-        Contender("paceline-torch", 'paceline with transport="torch"', "ours"),
-        Contender("lanes", "paceline with a lane for every micro of every rank", "ours", in_all=False),
-        Contender("lanes-torch", 'the same with transport="torch"', "ours", in_all=False),
-        Contender("agreement", 'paceline, Agreement(state_every=64, not_finite="skip")', "ours", in_all=False),
-        Contender("no-agreement", 'paceline, Agreement(state_every=0, not_finite="keep")', "ours", in_all=False),
-        Contender("torch", "torch DDP, gradient_as_bucket_view=True", "torch_ways"),
-        Contender("fsdp2", "torch fully_shard", "torch_ways"),
-        Contender("replicate", "torch replicate", "torch_ways"),
-        Contender("single", "one process, the same global batch", "torch_ways", one_process=True),
-        Contender(
-            "dataparallel",
-            "torch.nn.DataParallel, one process, the same global batch; on a CPU it is the bare module",
-            "torch_ways",
-            one_process=True,
-        ),
-        Contender("accelerate", "Hugging Face Accelerate", "clients", needs=("accelerate",)),
-        Contender("fabric", "Lightning Fabric, strategy=ddp", "clients", needs=("lightning_fabric",)),
-        Contender("deepspeed1", "DeepSpeed ZeRO stage 1", "deepspeed", needs=("deepspeed",)),
-        Contender("deepspeed2", "DeepSpeed ZeRO stage 2", "deepspeed", needs=("deepspeed",)),
-        Contender("fusion", "tensor fusion on a background thread, as Horovod does", "fusion"),
-        Contender(
-            "mpi4py",
-            "one flat MPI all-reduce after backward",
-            "mpi",
-            needs=("mpi4py",),
-            launcher="mpiexec",
-            devices=("cpu",),
-        ),
-        Contender(
-            "tensorflow",
-            "TensorFlow MultiWorkerMirroredStrategy, own weights",
-            "tensorflow",
-            needs=("tensorflow",),
-            same_weights=False,
-            task="tensorflow",
-            devices=("cpu",),
-        ),
-    )
+    "floor": Contender("no synchronization", "torch_peers:unwrapped", synchronizes=False),
+    "bare": Contender("the module alone", "torch_peers:unwrapped", synchronizes=False, in_all=False),
+    "paceline": Contender("paceline.DistributedDataParallel", "ours:build"),
+    "paceline-torch": Contender('paceline with transport="torch"', "ours:build"),
+    "lanes": Contender("paceline with a lane for every microbatch of every rank", "ours:build", in_all=False),
+    "lanes-torch": Contender('the same with transport="torch"', "ours:build", in_all=False),
+    "agreement": Contender('paceline, Agreement(state_every=64, not_finite="skip")', "ours:build", in_all=False),
+    "no-agreement": Contender('paceline, Agreement(state_every=0, not_finite="keep")', "ours:build", in_all=False),
+    "zero1": Contender('paceline with placement="zero1"', "ours:build", in_all=False),
+    "zero2": Contender('paceline with placement="zero2"', "ours:build", in_all=False),
+    "zero3": Contender('paceline with placement="zero3"', "ours:build", in_all=False),
+    "torch": Contender("torch DDP, gradient_as_bucket_view=True", "torch_peers:ddp"),
+    "fsdp2": Contender("torch fully_shard", "torch_peers:fsdp2"),
+    "zero-redundancy": Contender("torch DDP and ZeroRedundancyOptimizer", "torch_peers:zero_redundancy", in_all=False),
+    "single": Contender("one process, the same global batch", "torch_peers:unwrapped", one_process=True),
 }
 
 
-def find_contender(text: str) -> Contender:
-    """The contender that `text` (a name, perhaps with arguments) names."""
-    return CONTENDERS[parse_known(text, (*CONTENDERS, "all")).name]
-
-
-def parse_known(text: str, known: Sequence[str]) -> ContenderName:
-    """`text` as the name of a contender, which has to be one of those that are `known` to a measurement."""
-    found = ContenderName.parse(text)
-    if found.name not in known:
-        raise UsageError(f"there is no contender {found.name!r}; expected some of {', '.join(known)}")
-    if found.checkout and (found.name not in CONTENDERS or CONTENDERS[found.name].module != "ours"):
+def find_contender(text: str, known: Mapping[str, Contender] = CONTENDERS, *, files: bool = True) -> Contender:
+    """The contender that `text` names, perhaps with arguments: one of those that a measurement knows, or, if it takes
+    `files`, one that a file defines."""
+    name = ContenderName.parse(text)
+    if name.file and files:
+        return _load(name)
+    if name.file or name.name not in known:
+        where = (
+            "; contenders of other libraries are FILE.py:NAME in benchmarks/peers of the repository" if files else ""
+        )
+        raise UsageError(f"there is no contender {text!r}; expected some of {', '.join(known)}{where}")
+    if name.checkout and not (name.name in CONTENDERS and CONTENDERS[name.name].build == "ours:build"):
         raise UsageError(f"{text!r}: only paceline's own contenders can come from another checkout")
-    return found
+    return known[name.name]
+
+
+def _load(name: ContenderName) -> Contender:
+    """The contender of a file."""
+    found = load_named(f"{name.file}:{name.name}")
+    if isinstance(found, Contender):
+        return found
+    if not callable(found):
+        raise UsageError(f"{name.file} has no contender {name.name!r}: expected a function or a Contender of that name")
+    return Contender((found.__doc__ or name.name).splitlines()[0], found)
+
+
+def short_label(label: str) -> str:
+    """A label as tables and charts show it: without the folder and file that a contender comes from."""
+    return label.rpartition(".py:")[2]

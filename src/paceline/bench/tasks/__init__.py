@@ -1,28 +1,30 @@
-"""What a worker does between the conductor's messages."""
+"""What a worker does between the conductor's messages. Each task lives in its own module, which loads torch."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-LineUp = Callable[[], None]  # returns when all ranks of the contender have called it
+Barrier = Callable[[], None]  # returns when all ranks of the contender have called it
 
 
-class Task(Protocol):
-    """One rank's part of a measurement. Messages and answers are JSON objects."""
+class Task:
+    """One rank's part of a measurement, made as `Task(spec, contender's name, rank, size)`. Messages and answers are
+    plain values, which can be pickled."""
 
-    def meet(self) -> int:
-        """A port of this rank for `build` of all ranks, or 0 when it needs none."""
-        ...
+    def bind(self) -> int:
+        """A port of this rank, which is passed to `build` on all ranks; 0 if it needs none."""
+        return 0
 
     def build(self, ports: list[int]) -> dict[str, Any]:
         """Prepare, together with the other ranks. Answers with facts for the report."""
-        ...
+        raise NotImplementedError
 
-    def run(self, message: dict[str, Any], line_up: LineUp) -> dict[str, Any]:
+    def run(self, message: dict[str, Any], barrier: Barrier) -> dict[str, Any]:
         """Measure."""
-        ...
+        raise NotImplementedError
 
     def finish(self) -> dict[str, Any]:
         """Facts that are known at the end."""
-        ...
+        return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release everything."""

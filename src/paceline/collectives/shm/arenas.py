@@ -6,8 +6,8 @@ from collections import deque
 
 import torch
 
-from paceline.collectives.shm import memory
-from paceline.collectives.shm.memory import Descriptor
+from paceline.collectives.shm import memfd
+from paceline.collectives.shm.memfd import Descriptor
 
 KEPT_AT_MOST = 64 << 20  # bytes of one arena of the pool
 ALL_KEPT_AT_MOST = 256 << 20
@@ -36,8 +36,8 @@ class Arenas:
 
     def allocate(self, nbytes: int, what: str) -> torch.Tensor:
         """Zeroed bytes. They are given back when the last tensor that looks at them is gone."""
-        size = -(-nbytes // memory.PAGE) * memory.PAGE
-        descriptor = memory.create(size, what)
+        size = -(-nbytes // memfd.PAGE) * memfd.PAGE
+        descriptor = memfd.create(size, what)
         number = next(self._numbers)
 
         def freed() -> None:
@@ -47,11 +47,11 @@ class Arenas:
             if gone is not None and gone.descriptor is None:
                 self.freed.append(number)
 
-        buffer = memory.map_shared(descriptor, size, populate=True, freed=freed)
+        buffer = memfd.map_shared(descriptor, size, populate=True, freed=freed)
         address = ctypes.addressof(buffer)
-        self._by_number[number] = Arena(number, descriptor, memory.loose_tensor_of(buffer))
+        self._by_number[number] = Arena(number, descriptor, memfd.loose_tensor_of(buffer))
         self._by_address[address] = self._by_number[number]
-        return memory.tensor_of(buffer)[:nbytes]
+        return memfd.tensor_of(buffer)[:nbytes]
 
     def find(self, flat: torch.Tensor) -> tuple[Arena, int] | None:
         """The arena that a tensor lives in, and where in it, in bytes."""
@@ -63,7 +63,7 @@ class Arenas:
         return self._by_number[number]
 
 
-class Staging:
+class ArenaPool:
     """Arenas that are lent to one collective after another, by powers of two."""
 
     def __init__(self, arenas: Arenas) -> None:
@@ -72,7 +72,7 @@ class Staging:
         self._kept = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        size = max(memory.PAGE, 1 << (nbytes - 1).bit_length())
+        size = max(memfd.PAGE, 1 << (nbytes - 1).bit_length())
         free = self._free.get(size)
         if not free:
             return self._arenas.allocate(size, "a tensor that does not live in shared memory")

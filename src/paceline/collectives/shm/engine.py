@@ -1,26 +1,45 @@
 """The collectives in flight of one rank: begun in order, done in order, complete in order."""
 
-import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
-from paceline.collectives.shm import plan, record
-from paceline.collectives.shm.arenas import NOWHERE, Arenas
-from paceline.collectives.shm.crossing import DIFFERENT, Between
-from paceline.collectives.shm.link import Farewell, Link
-from paceline.collectives.shm.mesh import Heard, Mesh
-from paceline.collectives.shm.operation import Operation
-from paceline.collectives.shm.plan import Scratch, Sources, Summing
+from paceline.collectives.shm.arenas import NOWHERE, Arena, Arenas
+from paceline.collectives.shm.codes import CodedCall
+from paceline.collectives.shm.crossing import Channel, HostCrossing
+from paceline.collectives.shm.mesh import RING, Events, Mesh, PeerLink
+from paceline.collectives.shm.notices import PeerExit
+from paceline.collectives.shm.prepare import Preparation, Sources
+from paceline.collectives.shm.summing import Summing
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent
 
-PLANS_KEPT = 512
 CROSSING_POLL_S = 0.0005
-_CALL = struct.Struct("=4q")
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One collective of this rank, from its start to its completion."""
+
+    call: CodedCall
+    arena: Arena | None  # where the others find the data, and at which byte
+    offset: int
+    keep: object  # what must stay alive until it is complete
+    read: Callable[[Sources], None] | None = None  # copies out of the others' memory; an all_reduce is summed instead
+    after: Callable[[], None] | None = None  # runs when all ranks have finished
+    # The others read nothing that belongs to the caller, so for it this is over when this rank has read.
+    early: bool = False
+    number: int = -1
+    crossing: HostCrossing | None = None  # on its way between hosts
+    error: CollectiveMismatch | None = None
+    over: bool = False
+
+    def __str__(self) -> str:
+        return str(self.call)
 
 
 class Engine:
@@ -35,27 +54,21 @@ class Engine:
     may be overwritten, and memory used again, once the collective is complete: all have then read it.
     """
 
-    def __init__(self, mesh: Mesh, arenas: Arenas, between: Between | None, owners: int, divide_by: int) -> None:
+    def __init__(self, mesh: Mesh, arenas: Arenas, channel: Channel | None, owners: int, divide_by: int) -> None:
         self.mesh = mesh
         self._arenas = arenas
-        self._between = between
-        self._owners = owners
-        self._divide_by = divide_by
+        self._channel = channel
+        self._preparation = Preparation(mesh, arenas, owners, divide_by)
+        self._known = self._preparation.known
         self._queued: deque[Operation] = deque()
         self._begun: deque[Operation] = deque()
         self._crossing: deque[Operation] = deque()
         self._done: deque[Operation] = deque()
         self._started = 0
         self._completed = 0
-        self._plans: dict[bytes, Summing | Sources] = {}
-        self._scratch = Scratch()
         self._lock = threading.Lock()
-        self._given_up: str | None = None
+        self._poisoned: str | None = None
         self._failure: RuntimeError | None = None
-
-    @property
-    def flying(self) -> bool:
-        return self._completed < self._started
 
     def start(self, operation: Operation) -> None:
         with self._lock:
@@ -66,45 +79,47 @@ class Engine:
                 self._queued.append(operation)
                 self._advance()
             except BaseException as error:
-                self.give_up(f"{type(error).__name__} when it started {operation}")
+                self.poison(f"{type(error).__name__} when it started {operation}")
                 raise
 
     def progress(self) -> None:
-        """Do what can be done now. Never blocks, nor does it wait for another thread that is at it already."""
+        """Do what can be done now. Never blocks, not even for another thread that is doing it already."""
         if (self._completed < self._started or self._arenas.freed) and not self._lock.locked():
             with self._lock:
-                if self._given_up is None and not self.mesh.closed and self.mesh.is_mine():
+                if self._poisoned is None and not self.mesh.closed and self.mesh.is_mine():
                     try:
                         self._advance()
                     except RuntimeError as error:
-                        self._failure = error  # for who waits: the wait says what it means
+                        self._failure = error  # raised by whoever waits, where it can be explained
 
     def wait(self, operation: Operation, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        heard: Heard = []
+        events: Events = []
         try:
-            while (awaited := self._step(operation, heard)) is not None:
+            while (awaited := self._step(operation, events)) is not None:
                 left_s = max(0.0, deadline - time.monotonic())
-                heard = self.mesh.sleep(awaited, min(left_s, CROSSING_POLL_S) if self._crossing else left_s)
-                if not heard and left_s == 0.0:
+                events = self.mesh.sleep(awaited, min(left_s, CROSSING_POLL_S) if self._crossing else left_s)
+                if not events and left_s == 0.0:
                     return False
         except BaseException as error:
-            self.give_up(f"{type(error).__name__} while it waited for {operation}")
+            self.poison(f"{type(error).__name__} while it waited for {operation}")
             raise
         if operation.error is not None:
-            raise operation.error
+            # Made for whoever raises it: the engine outlives its replica, which the frames of a traceback would keep.
+            raise CollectiveMismatch(*operation.error.args, ranks=operation.error.ranks)
         return True
 
-    def _step(self, operation: Operation, heard: Heard) -> list[Link] | None:
-        """Get on with everything. None when `operation` is over, else the peers to wait for."""
+    def _step(self, operation: Operation, events: Events) -> list[PeerLink] | None:
+        """Advance everything. None when `operation` is over, else the peers to wait for."""
         with self._lock:
             if operation.over:
                 return None
             if self._failure is not None:
-                raise self._failure
+                failure, self._failure = self._failure, None
+                raise failure
             self._check_usable()
-            if heard:
-                self.mesh.heed(heard)
+            if events:
+                self.mesh.handle(events)
                 self._forget_freed()
             self._advance()
             return None if operation.over else self._awaited(operation)
@@ -122,25 +137,24 @@ class Engine:
                 self._complete(self._done.popleft())
         except BaseException as error:
             # Not even an interrupt may leave a collective half done and the transport in use.
-            self.give_up(f"{type(error).__name__} in the middle of a collective: {error}")
+            self.poison(f"{type(error).__name__} in the middle of a collective: {error}")
             raise
 
     def _publish(self) -> None:
         arenas, mesh = self._arenas, self.mesh
         while arenas.freed:
             number = arenas.freed.popleft()
-            self._forget(mesh.place, number)
+            self._preparation.forget(mesh.place, number)
             mesh.take_back(number)
-        while self._queued and self._queued[0].number < self._completed + record.RING:
+        while self._queued and self._queued[0].number < self._completed + RING:
             operation = self._queued[0]
-            if operation.arena != NOWHERE:
-                arena = arenas.arena(operation.arena)
-                if arena.descriptor is not None:
-                    mesh.share(arena)
+            arena = operation.arena
+            if arena is not None and arena.descriptor is not None:
+                mesh.share(arena)
             if not mesh.flush():
                 return
             self._queued.popleft()
-            mesh.begin(operation.word, operation.numel, operation.arena, operation.offset)
+            mesh.begin(*operation.call, NOWHERE if arena is None else arena.number, operation.offset)
             self._begun.append(operation)
         mesh.flush()
 
@@ -148,18 +162,16 @@ class Engine:
         calls = self.mesh.calls(operation.number)
         self._forget_freed()
         key = b"".join(calls)
-        prepared = self._plans.get(key)
+        prepared: Summing | Sources | CollectiveMismatch | None = self._known.get(key)
         if prepared is None:
-            operation.error = _mismatch(calls, self.mesh)
-            prepared = [] if operation.error else self._prepare(calls, operation)
-            if operation.error is None:
-                self._keep_plan(key, prepared)
-        if self._between is not None:  # before the sum, which takes longer than the way to the other hosts
-            word = DIFFERENT if operation.error else operation.word
-            operation.crossing = self._between.announce(word, operation.numel)
-        if operation.error is None:
+            prepared = self._preparation.prepare(calls, key)
+        if isinstance(prepared, CollectiveMismatch):
+            operation.error = prepared
+        if self._channel is not None:  # before the sum, which takes longer than the way to the other hosts
+            operation.crossing = self._channel.announce(operation.call, operation.error)
+        if not isinstance(prepared, CollectiveMismatch):
             if _profiler_enabled():
-                with record_function(f"shm:{record.kind_of(operation.word)}"):
+                with record_function(f"shm:{operation.call.kind_name}"):
                     self._carry_out(operation, prepared)
             else:
                 self._carry_out(operation, prepared)
@@ -172,12 +184,10 @@ class Engine:
         if isinstance(prepared, list):
             assert operation.read is not None
             operation.read(prepared)
-        elif self._between is None:
+        elif self._channel is None:
             prepared.run()
         elif operation.crossing is not None:
-            prepared.sum()
-            operation.crossing.send(prepared.result, record.op_of(operation.word))
-            operation.spreads = prepared
+            operation.crossing.sum(prepared)
 
     def _cross(self) -> None:
         """Let what is on its way between hosts depart and arrive, in order.
@@ -185,23 +195,15 @@ class Engine:
         If hosts differ this is the end of the transport, on all ranks of all hosts: those that own no slice learn it
         from those that do, as they leave.
         """
-        for operation in self._crossing:
-            try:
+        try:
+            for operation in self._crossing:
                 if operation.crossing is not None and not operation.crossing.departed():
                     break
-            except CollectiveMismatch as error:
-                told = operation.error or error
-                self.give_up(str(told), told.ranks, mismatch=True)
-                raise told from None
-        while self._crossing and self._arrived(self._crossing[0]):
+        except CollectiveMismatch as error:
+            self.poison(str(error), error.ranks, mismatch=True)
+            raise
+        while self._crossing and ((crossing := self._crossing[0].crossing) is None or crossing.arrived()):
             self._finish(self._crossing.popleft())
-
-    def _arrived(self, operation: Operation) -> bool:
-        if operation.crossing is not None and not operation.crossing.arrived():
-            return False
-        if operation.spreads is not None:
-            operation.spreads.spread()
-        return True
 
     def _finish(self, operation: Operation) -> None:
         self.mesh.finish()
@@ -211,55 +213,19 @@ class Engine:
     def _complete(self, operation: Operation) -> None:
         if operation.after is not None:
             operation.after()
-        operation.keep = operation.after = operation.read = operation.crossing = operation.spreads = None
+        operation.keep = operation.after = operation.read = operation.crossing = None
         self._completed += 1
         operation.over = True
 
-    # Plans ---------------------------------------------------------------------------------------------------------
-
-    def _prepare(self, calls: list[bytes], operation: Operation) -> Summing | Sources:
-        mesh, word, numel = self.mesh, operation.word, operation.numel
-        kind, dtype = word & 0xFF, record.dtype_of(word)
-        memories = []
-        for place, call in enumerate(calls):
-            _, _, arena, offset = _CALL.unpack(call)
-            if arena == NOWHERE:
-                memories.append((torch.empty(0, dtype=torch.uint8, device="cpu"), 0))
-            elif place == mesh.place:
-                memories.append((self._arenas.arena(arena).bytes, offset))
-            else:
-                memories.append((mesh.memory_of(place, arena), offset))
-        if kind == record.EXCHANGE:
-            return plan.parts_of(memories, mesh.place, numel // mesh.size, dtype)
-        if kind == record.BROADCAST:
-            memories = [memories[word >> 32]]
-        views = plan.parts_of(memories, 0, numel, dtype)
-        if kind != record.ALL_REDUCE:
-            return views
-        bounds = plan.cut(numel, dtype.itemsize, self._owners)
-        own = bounds[mesh.place] if mesh.place < self._owners else (0, 0)
-        return Summing(views, record.op_of(word), own, self._divide_by, self._scratch)
-
-    def _keep_plan(self, key: bytes, prepared: Summing | Sources) -> None:
-        if len(self._plans) >= PLANS_KEPT:
-            del self._plans[next(iter(self._plans))]
-        self._plans[key] = prepared
-
     def _forget_freed(self) -> None:
         for index, link in enumerate(self.mesh.links):
-            while link.freed:
-                self._forget(index if index < self.mesh.place else index + 1, link.freed.pop())
-
-    def _forget(self, place: int, arena: int) -> None:
-        """Drop the plans that look at an arena, so that it can be unmapped. Its number is never used again."""
-        at = place * _CALL.size
-        for key in list(self._plans):
-            if _CALL.unpack_from(key, at)[2] == arena:
-                del self._plans[key]
+            freed = link.notices.freed
+            while freed:
+                self._preparation.forget(index if index < self.mesh.place else index + 1, freed.pop())
 
     # Peers that are not there --------------------------------------------------------------------------------------
 
-    def _awaited(self, operation: Operation) -> list[Link]:
+    def _awaited(self, operation: Operation) -> list[PeerLink]:
         """One peer of each kind that this rank waits for; raises if one of them is gone.
 
         One is enough: whoever is waited for last ends the wait, and the others are seen then. To wake up for each
@@ -268,28 +234,28 @@ class Engine:
         mesh = self.mesh
         lacking = [link for link in mesh.links if link.finished <= operation.number]
         for link in lacking:
-            if link.gone is not None:
-                self._raise_gone(operation, link, link.gone)
+            if link.notices.gone is not None:
+                self._raise_gone(operation, link, link.notices.gone)
         awaited = lacking[:1]
         if self._begun:
             number = self._begun[0].number
             awaited += [link for link in mesh.links if link.begun <= number and link not in awaited][:1]
         return awaited
 
-    def _raise_gone(self, operation: Operation, link: Link, farewell: Farewell) -> None:
-        if farewell.mismatch:
-            self.give_up(farewell.why, farewell.ranks, mismatch=True)
-            raise CollectiveMismatch(farewell.why, ranks=farewell.ranks)
-        if farewell.ranks:
-            self.give_up(farewell.why, farewell.ranks)
-            raise PeerAbsent(f"rank {link.rank} gave up: {farewell.why}", ranks=farewell.ranks)
+    def _raise_gone(self, operation: Operation, link: PeerLink, reason: PeerExit) -> None:
+        if reason.mismatch:
+            self.poison(reason.why, reason.ranks, mismatch=True)
+            raise CollectiveMismatch(reason.why, ranks=reason.ranks)
+        if reason.ranks:
+            self.poison(reason.why, reason.ranks)
+            raise PeerAbsent(f"rank {link.rank} stopped waiting: {reason.why}", ranks=reason.ranks)
         # The words "connection closed" lead the watch to look for who died.
-        text = f"connection closed by rank {link.rank}, which {operation} needs: {farewell.why}"
-        self.give_up(text)
+        text = f"connection closed by rank {link.rank}, which {operation} needs: {reason.why}"
+        self.poison(text)
         raise RuntimeError(text)
 
-    def give_up(self, why: str, ranks: tuple[int, ...] = (), *, mismatch: bool = False) -> None:
-        """Refuse all further use if a collective is in flight, and tell the peers.
+    def poison(self, why: str, ranks: tuple[int, ...] = (), *, mismatch: bool = False) -> None:
+        """Refuse all further use if a collective is in flight, and tell the peers why.
 
         Why a transport with an abandoned collective is not used again
         --------------------------------------------------------------
@@ -297,14 +263,14 @@ class Engine:
         whatever it holds by then, and write to it. The owner of that memory takes new memory; the old one stays mapped
         where it is still written to and harms nobody.
         """
-        if self._given_up is None and self.flying:
-            self._given_up = why
-            self.mesh.leave(Farewell(why, ranks, mismatch))
+        if self._poisoned is None and self._completed < self._started:
+            self._poisoned = why
+            self.mesh.leave(PeerExit(why, ranks, mismatch))
 
     def close(self) -> None:
         with self._lock:
-            self.give_up("it closed its transport")
-            self._plans.clear()
+            self.poison("it closed its transport")
+            self._known.clear()
             for stage in (self._queued, self._begun, self._crossing, self._done):
                 stage.clear()
             self.mesh.close()
@@ -312,19 +278,13 @@ class Engine:
     def _check_usable(self) -> None:
         mesh = self.mesh
         if not mesh.is_mine():
-            raise CollectiveError("this process was forked off a rank and has no seat in its group; form a new group")
+            raise CollectiveError(
+                "this process was forked from a rank and is not a member of its group; form a new group"
+            )
         if mesh.closed:
             raise CollectiveError("the shared-memory transport of this rank is closed; make a new replica or transport")
-        if self._given_up is not None:
+        if self._poisoned is not None:
             raise CollectiveError(
-                f"an earlier collective of this transport was given up ({self._given_up}), and other ranks may still "
-                f"write to its memory; make a new replica or transport, on all ranks"
+                f"an earlier collective of this transport was abandoned ({self._poisoned}), and other ranks may still "
+                f"write to its memory; make a new replica or transport on all ranks"
             )
-
-
-def _mismatch(calls: list[bytes], mesh: Mesh) -> CollectiveMismatch | None:
-    said = [_CALL.unpack(call)[:2] for call in calls]
-    if len(set(said)) == 1:
-        return None
-    told = "; ".join(f"rank {rank} called {record.text_of(*call)}" for rank, call in zip(mesh.ranks, said, strict=True))
-    return CollectiveMismatch(f"{told}. Every rank must issue the same collectives in the same order", ranks=mesh.ranks)

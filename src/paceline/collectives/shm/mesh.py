@@ -9,12 +9,100 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.collectives.shm import memfd
 from paceline.collectives.shm.arenas import Arena
-from paceline.collectives.shm.link import BEGUN, FINISHED, HALF, Farewell, Link, Notice
-from paceline.collectives.shm.memory import Descriptor
-from paceline.collectives.shm.record import ControlPage
+from paceline.collectives.shm.memfd import Descriptor
+from paceline.collectives.shm.notices import Notice, NoticeSocket, PeerExit, arena_notice, exit_notice, freed_notice
 
 SPIN_S = 0.0003
+RING = 256  # collectives that a rank may have begun and not completed
+WORDS = 8
+PAGE_BYTES = (1 + RING) * WORDS * 8
+# A signal adds one of these to a counter.
+BEGUN = 1
+FINISHED = 1 << 32
+HALF = FINISHED - 1
+
+
+class ControlPage:
+    """The page in which one rank writes a record of each collective that it begins, and its counters as a hint.
+
+    See `Mesh` for who reads what when.
+    """
+
+    def __init__(self, descriptor: Descriptor) -> None:
+        buffer = memfd.map_shared(descriptor, PAGE_BYTES, populate=True)
+        self._bytes = memoryview(buffer).cast("B")
+        self._words = self._bytes.cast("q")
+        self.hint = self._bytes.cast("Q")  # its first word: how often this rank has begun and finished
+
+    def write(self, number: int, code: int, numel: int, arena: int, offset: int, notices: int) -> None:
+        words, at = self._words, (1 + number % RING) * WORDS
+        words[at] = number
+        words[at + 1] = code
+        words[at + 2] = numel
+        words[at + 3] = arena
+        words[at + 4] = offset
+        words[at + 5] = notices
+
+    def call(self, number: int) -> bytes:
+        """The four words that say what to do with which memory, as bytes: they can be compared and looked up."""
+        at = (1 + number % RING) * WORDS * 8
+        return self._bytes[at + 8 : at + 40].tobytes()
+
+    def notices(self, number: int) -> int:
+        """How many notices the rank had sent when it began this collective."""
+        at = (1 + number % RING) * WORDS
+        assert self._words[at] == number
+        return self._words[at + 5]
+
+
+class PeerLink:
+    """The link to one peer: a counter in each direction, the peer's control page, and a socket for notices."""
+
+    def __init__(
+        self, rank: int, connection: socket.socket, inbound: Descriptor, outbound: Descriptor, page: ControlPage
+    ) -> None:
+        self.rank = rank
+        self.notices = NoticeSocket(rank, connection)
+        self.inbound = inbound
+        self.outbound = outbound
+        self.page = page
+        self.hint = page.hint
+        self.begun = 0  # collectives that the peer has begun, so far as it was read from the kernel
+        self.finished = 0
+        self.seen = 0  # the same two as the peer's hint would say them
+
+    def count(self) -> bool:
+        """Read from the kernel what the peer has signalled. False if that is nothing new."""
+        try:
+            value = os.eventfd_read(self.inbound.number)
+        except BlockingIOError:
+            return False
+        self.begun += value & HALF
+        self.finished += value >> 32
+        self.seen = (self.begun & HALF) | (self.finished & HALF) << 32
+        return True
+
+    def flush(self) -> bool:
+        """Send queued notices, as far as the socket takes them. True when nothing is left."""
+        sent = self.notices.flush()
+        self.count()  # if the peer turns out to have left: what it signalled before that still counts
+        return sent
+
+    def receive(self) -> None:
+        """Take all notices that have come."""
+        self.notices.receive()
+        self.count()  # as above
+
+    def close(self) -> None:
+        """Also for children that were forked off: the counters are the parent's, and are not read."""
+        self.notices.close()
+        self.inbound.close()
+        self.outbound.close()
+
+
+Events = list[tuple[PeerLink, bool]]  # who signalled (False) or sent something (True)
 
 
 class Mesh:
@@ -23,8 +111,8 @@ class Mesh:
     Why data is seen by whoever has read the counter
     ------------------------------------------------
     CPUs other than x86 let plain stores become visible in another order than they were made. So a rank never concludes
-    from a plain load that another's data is there. Who publishes writes its data and its record, and then adds to an
-    eventfd; who reads takes the count out of it. The kernel does both under the spinlock of the eventfd. Leaving a
+    from a plain load that another's data is there. The publisher writes its data and its record, and then adds to an
+    eventfd; the reader takes the count out of it. The kernel does both under the spinlock of the eventfd. Leaving a
     spinlock is a release (all loads and stores before it are done), entering it an acquire (none after it has begun),
     and the reader entered after the writer left, since it saw the writer's addition. So what was written before `begun`
     is visible to the rank that sums; what it wrote before `finished` is visible to all; and its reads are over before
@@ -35,39 +123,32 @@ class Mesh:
     that is seen early finds nothing in the eventfd, and nothing is concluded.
     """
 
-    def __init__(self, ranks: Sequence[int], place: int, links: Sequence[Link], page: ControlPage) -> None:
+    def __init__(self, ranks: Sequence[int], place: int, links: Sequence[PeerLink], page: ControlPage) -> None:
         self.ranks = tuple(ranks)
+        self.size = len(ranks)
         self.place = place
         self.page = page
         self.links = tuple(links)  # in the order of ranks, this one left out
         self.begun = 0  # collectives that all the others have begun
         self.finished = 0
-        self.notices = 0
+        self._sent = 0  # notices
         self._own_begun = 0
         self._own_finished = 0
         self._pid = os.getpid()
-        self._closed = False
+        self.closed = False
         self._unsent = False
         cores = len(os.sched_getaffinity(0))
         self._spin_s = SPIN_S if len(self.ranks) <= cores else 0.0
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def is_mine(self) -> bool:
-        """False in a child that was forked off: the descriptors are there, but the seat belongs to the parent."""
+        """False in a child that was forked off: it has the descriptors, but the rank is its parent."""
         return os.getpid() == self._pid
 
-    # Telling -------------------------------------------------------------------------------------------------------
+    # Sending -------------------------------------------------------------------------------------------------------
 
-    def begin(self, word: int, numel: int, arena: int, offset: int) -> None:
+    def begin(self, code: int, numel: int, arena: int, offset: int) -> None:
         """Publish the next collective of this rank."""
-        self.page.write(self._own_begun, word, numel, arena, offset, self.notices)
+        self.page.write(self._own_begun, code, numel, arena, offset, self._sent)
         self._own_begun += 1
         self._signal(BEGUN)
 
@@ -78,7 +159,7 @@ class Mesh:
 
     def _signal(self, value: int) -> None:
         for link in self.links:
-            link.signal(value)
+            os.eventfd_write(link.outbound.number, value)
         self.page.hint[0] = (self._own_begun & HALF) | (self._own_finished & HALF) << 32
         if not self.links:
             self._add_up()
@@ -87,17 +168,17 @@ class Mesh:
         """Send an arena's descriptor to all peers; they have it before the next collective that is begun."""
         descriptor, arena.descriptor = arena.descriptor, None
         assert descriptor is not None
-        self._tell(Notice.of_arena(arena.number, arena.bytes.numel(), descriptor))
+        self._send(arena_notice(arena.number, arena.bytes.numel(), descriptor))
 
     def take_back(self, number: int) -> None:
         """Let all peers forget an arena."""
-        self._tell(Notice.of_freed(number))
+        self._send(freed_notice(number))
 
-    def _tell(self, notice: Notice) -> None:
-        self.notices += 1
+    def _send(self, notice: Notice) -> None:
+        self._sent += 1
         self._unsent = True
         for link in self.links:
-            link.queue(notice)
+            link.notices.queue(notice)
 
     def flush(self) -> bool:
         """Send queued notices, as far as the sockets take them. True when nothing is left."""
@@ -107,26 +188,25 @@ class Mesh:
             self._add_up()
         return not self._unsent
 
-    # Learning ------------------------------------------------------------------------------------------------------
+    # Receiving ------------------------------------------------------------------------------------------------------
 
-    def look(self) -> bool:
-        """Learn what others have begun and finished, at no cost when that is nothing. True if something is new."""
+    def look(self) -> None:
+        """Learn what others have begun and finished, at no cost when that is nothing."""
         new = False
         for link in self.links:
             if link.hint[0] > link.seen and link.count():
                 new = True
         if new:
             self._add_up()
-        return new
 
     def calls(self, number: int) -> list[bytes]:
         """What each rank said about a collective that all have begun, in rank order."""
         calls = []
         for link in self.links:
-            if link.received < link.page.notices(number):
+            if link.notices.received < link.page.notices(number):
                 link.receive()
                 self._add_up()  # it may have left
-                if link.received < link.page.notices(number):
+                if link.notices.received < link.page.notices(number):
                     raise RuntimeError(f"connection closed by rank {link.rank}, before it had shared its memory")
             calls.append(link.page.call(number))
         calls.insert(self.place, self.page.call(number))
@@ -134,11 +214,11 @@ class Mesh:
 
     def memory_of(self, place: int, arena: int) -> torch.Tensor:
         """An arena of another rank."""
-        return self.links[place if place < self.place else place - 1].arenas[arena]
+        return self.links[place if place < self.place else place - 1].notices.arenas[arena]
 
-    def sleep(self, awaited: Sequence[Link], seconds: float) -> "Heard":
-        """Block until one of `awaited` signals, any peer sends or hangs up, or the time is over. What was heard is to
-        be heeded. It changes nothing, so several threads may sleep.
+    def sleep(self, awaited: Sequence[PeerLink], seconds: float) -> Events:
+        """Block until one of `awaited` signals, any peer sends or hangs up, or the time is over. The events are
+        to be handled. It changes nothing, so several threads may sleep.
 
         Where every rank has a core it looks at the hints for a moment first: to put a core to sleep and wake it up
         takes several times as long as a small collective.
@@ -150,19 +230,20 @@ class Mesh:
                     if link.hint[0] > link.seen:
                         return [(link, False)]
         poll = select.poll()
-        numbers: dict[int, tuple[Link, bool]] = {}
+        numbers: dict[int, tuple[PeerLink, bool]] = {}
         for link in self.links:
-            if link.gone is None:
-                numbers[link.connection.fileno()] = link, True
-                poll.register(link.connection, select.POLLIN | (select.POLLOUT if link.unsent else 0))
+            notices = link.notices
+            if notices.gone is None:
+                numbers[notices.connection.fileno()] = link, True
+                poll.register(notices.connection, select.POLLIN | (select.POLLOUT if notices.unsent else 0))
         for link in awaited:
             numbers[link.inbound.number] = link, False
             poll.register(link.inbound.number, select.POLLIN)
         return [numbers[number] for number, _ in poll.poll(seconds * 1000)]
 
-    def heed(self, heard: "Heard") -> None:
+    def handle(self, events: Events) -> None:
         """Take what these peers have signalled and sent."""
-        for link, spoke in heard:
+        for link, spoke in events:
             if spoke:
                 link.receive()
             else:
@@ -176,28 +257,25 @@ class Mesh:
 
     # Leaving -------------------------------------------------------------------------------------------------------
 
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, reason: PeerExit) -> None:
         """Hang up on all peers, saying why. What was signalled still counts, and so does what they have signalled."""
         if not self.is_mine():
             return
         for link in self.links:
-            if link.gone is None:
-                link.queue(Notice.of_farewell(farewell))
+            if link.notices.gone is None:
+                link.notices.queue(exit_notice(reason))
                 link.flush()
             with contextlib.suppress(OSError):  # it may have hung up first
-                link.connection.shutdown(socket.SHUT_RDWR)
+                link.notices.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give back every descriptor and every mapping of the others' memory. Idempotent."""
-        if self._closed:
+        """Release every descriptor and every mapping of the others' memory. Idempotent."""
+        if self.closed:
             return
-        self._closed = True
-        self.leave(Farewell("it closed its transport"))
+        self.closed = True
+        self.leave(PeerExit("it closed its transport"))
         for link in self.links:
             link.close()
-
-
-Heard = list[tuple[Link, bool]]  # who signalled (False) or sent something (True)
 
 
 def eventfd() -> Descriptor:

@@ -35,7 +35,7 @@ def shortage(nbytes: int, proc: Path = PROC, groups: Path = GROUPS) -> str:
         left = limit - used + sum(pages.get(name, 0) for name in names.cached) + _swap_left(folder, swap)
         if nbytes > left:
             left = max(0, left)
-            return f"the control group of this process may use {limit:,} bytes in all, and {left:,} of them are left"
+            return f"the control group of this process is limited to {limit:,} bytes, of which {left:,} are left"
     return ""
 
 

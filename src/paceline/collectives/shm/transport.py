@@ -2,34 +2,43 @@
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
-from paceline.collectives.api import (
+from paceline.collectives.protocols import (
     Op,
+    Traits,
     Transport,
     Watch,
     Work,
-    check_exchange,
+    check_all_to_all,
     check_gather,
     check_reducible,
     check_root,
+    is_reducible,
 )
-from paceline.collectives.shm import record
-from paceline.collectives.shm.arenas import NOWHERE, Arenas, Staging
-from paceline.collectives.shm.crossing import Between
-from paceline.collectives.shm.engine import Engine
-from paceline.collectives.shm.meet import meet
+from paceline.collectives.shm import codes
+from paceline.collectives.shm.arenas import ArenaPool, Arenas
+from paceline.collectives.shm.codes import CodedCall
+from paceline.collectives.shm.crossing import Channel
+from paceline.collectives.shm.engine import Engine, Operation
 from paceline.collectives.shm.mesh import Mesh
-from paceline.collectives.shm.operation import Operation
-from paceline.collectives.shm.plan import Sources
-from paceline.collectives.shm.presence import Refusal
+from paceline.collectives.shm.prepare import Sources
+from paceline.collectives.shm.summing import Summing, new_scratch
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import CollectiveError
+from paceline.placement import Span
 
 _CPU = torch.device("cpu")
+_ON_HOST = Traits(progress_on_caller=True, native_mean=True, tree_sum=True, all_to_all=True, sharded=True)
+_ALL_REDUCE = {
+    (dtype, op): codes.ALL_REDUCE | codes.OPS[op] | codes.DTYPES[dtype]
+    for dtype in codes.DTYPES
+    for op in Op
+    if is_reducible(dtype, op)
+}
 
 
 class ShmTransport:
@@ -45,59 +54,33 @@ class ShmTransport:
         *,
         watch: StoreWatch,
         fallback: Transport,
-        store: Store | None = None,
-        between: Between | None = None,
+        again: Callable[[float | None], Transport] | None = None,
+        channel: Channel | None = None,
         owners: int | None = None,
         divide_by: int | None = None,
     ) -> None:
+        """`again` makes another transport over the same ranks. For the others see `collectives.two_level`."""
+        self.rank = mesh.place
+        self.size = mesh.size
         self._mesh = mesh
-        self._store_watch = watch
+        self._calls = watch.calls
         self._fallback = fallback
-        self._fallback_is_inline = fallback.inline
-        self._store = store
+        self._again = again
         self._arenas = Arenas()
-        self._staging = Staging(self._arenas)
-        self._engine = Engine(mesh, self._arenas, between, owners or mesh.size, divide_by or mesh.size)
-        self._watch = _GivingUp(watch, self._engine)
+        self._pool = ArenaPool(self._arenas)
+        self._scratch = new_scratch()
+        self._engine = Engine(mesh, self._arenas, channel, owners or mesh.size, divide_by or mesh.size)
+        self.watch: Watch = _PoisoningWatch(watch, self._engine)
         # On the engine, which lives as long as a handle of a collective does.
         weakref.finalize(self._engine, mesh.close)
 
-    @property
-    def rank(self) -> int:
-        return self._mesh.place
-
-    @property
-    def size(self) -> int:
-        return self._mesh.size
-
-    @property
-    def watch(self) -> Watch:
-        return self._watch
-
-    @property
-    def alone(self) -> bool:
-        return False
-
-    @property
-    def inline(self) -> bool:
-        return True
-
-    def averages(self, device: torch.device) -> bool:
-        return device.type == "cpu" or self._fallback.averages(device)
-
-    def trees(self, device: torch.device) -> bool:
-        return device.type == "cpu" or self._fallback.trees(device)
-
-    def queues(self, device: torch.device) -> bool:
-        return device.type != "cpu" and self._fallback.queues(device)
-
-    def exchanges(self, device: torch.device) -> bool:
-        return device.type == "cpu" or self._fallback.exchanges(device)
+    def traits(self, device: torch.device) -> Traits:
+        if device.type == "cpu":
+            return _ON_HOST
+        return replace(self._fallback.traits(device), single=False, progress_on_caller=True)
 
     def progress(self) -> None:
         self._engine.progress()
-        if self._fallback_is_inline:
-            self._fallback.progress()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu" or numel == 0:
@@ -105,120 +88,130 @@ class ShmTransport:
         return self._arenas.allocate(numel * dtype.itemsize, f"{numel:,} elements of {dtype}").view(dtype)
 
     def all_reduce(self, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
-        check_reducible(flat, op)
-        if not _ours(flat):
+        code = _ALL_REDUCE.get((flat.dtype, op))
+        if code is None or flat.device != _CPU or flat.layout is not torch.strided:
+            check_reducible(flat, op)
             return self._fallback.all_reduce(flat, op)
-        place, block = self._locate(flat)
-        word = record.call_word(record.ALL_REDUCE, flat.dtype, op=op)
-        if block is None:
-            return self._start(Operation(word, flat.numel(), place, keep=flat))
-        home = flat.detach()
-        staged = _view_like(block, home)
-        staged.copy_(home)
-
-        def bring_back() -> None:
-            home.copy_(staged)
-            self._staging.give(block)
-
-        return self._start(Operation(word, flat.numel(), place, keep=block, after=bring_back))
+        return self._offer(code, flat)
 
     def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
         check_root(root, self.size)
         if not _ours(flat):
             return self._fallback.broadcast(flat, root)
-        word = record.call_word(record.BROADCAST, flat.dtype, root=root)
+        code = codes.BROADCAST | codes.DTYPES[flat.dtype] | root << codes.ROOT
         home = flat.detach()
         if root == self.rank:
-            return self._offer(word, home, _read_nothing)
+            return self._offer(code, home, lambda _: None)  # the root has it all
 
         def read(sources: Sources) -> None:
             home.copy_(sources[0].view(home.shape))
 
-        return self._start(Operation(word, flat.numel(), (NOWHERE, 0), keep=home, read=read, early=True))
+        return self._start(Operation(CodedCall(code, flat.numel()), None, 0, home, read=read, early=True))
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
-        check_gather(out, part, self.size)
+        if out.dtype != part.dtype or out.numel() != self.size * part.numel():
+            check_gather(out, part, self.size)
         if not _ours(part):
             return self._fallback.all_gather(out, part)
-        target = out.detach()
-        word = record.call_word(record.ALL_GATHER, part.dtype)
-        own = target.data_ptr() + self.rank * part.numel() * part.itemsize
-        in_place = part.data_ptr() == own
-        return self._offer(word, part.detach(), _reader(target), apart_from=None if in_place else target)
+        own = out.data_ptr() + self.rank * part.numel() * part.itemsize
+        move = part.data_ptr() != own and _overlap(part, out)
+        return self._offer(codes.ALL_GATHER | codes.DTYPES[part.dtype], part, _reader(out.detach()), move=move)
 
-    def exchange(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
-        check_exchange(out, flat, self.size)
+    def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
+        check_all_to_all(out, flat, self.size)
         if not _ours(flat):
-            return self._fallback.exchange(out, flat)
-        target = out.detach()
-        word = record.call_word(record.EXCHANGE, flat.dtype)
-        return self._offer(word, flat.detach(), _reader(target), apart_from=target)
+            return self._fallback.all_to_all(out, flat)
+        code = codes.ALL_TO_ALL | codes.DTYPES[flat.dtype]
+        return self._offer(code, flat, _reader(out.detach()), move=_overlap(flat, out))
 
-    def apart(self, timeout_s: float | None = None) -> "ShmTransport":
-        if self._store is None:
-            raise CollectiveError("a transport that was made without a store cannot meet the other ranks again")
-        fallback = self._fallback.apart(timeout_s)
-        met = meet(self._store, self.rank, self.size, watch=self._store_watch, timeout_s=timeout_s)
-        if isinstance(met, Refusal):
-            raise CollectiveError(f"the ranks share memory already, but not a second time: {met.reason}")
-        watch = fallback.watch if isinstance(fallback.watch, StoreWatch) else self._store_watch
-        return ShmTransport(met, watch=watch, fallback=fallback, store=self._store)
+    def reduce_scatter(self, flat: torch.Tensor, spans: Sequence[Sequence[Span]], op: Op = Op.SUM) -> Work:
+        if not self.holds(flat):
+            return self.all_reduce(flat, op)
+
+        def read(copies: Sources) -> None:
+            for span in spans[self.rank]:
+                Summing(copies, op, span, self.size, self._scratch).scatter(self.rank)
+
+        return self._offer(codes.REDUCE_SCATTER | codes.OPS[op] | codes.DTYPES[flat.dtype], flat, read)
+
+    def gather_blocks(
+        self, own: Sequence[torch.Tensor], blocks: Sequence[Sequence[torch.Tensor]], tag: int
+    ) -> "_ShmWork":
+        sizes = [[block.numel() for block in of_rank] for of_rank in blocks]
+        width = max(map(sum, sizes)) + 1
+        like = next(block for of_rank in blocks for block in of_rank)
+        memory = self._pool.take(width * like.itemsize)
+        staged = memory[: width * like.itemsize].view(like.dtype)
+        if own:
+            torch.cat(list(own), out=staged[: sum(sizes[self.rank])])
+        staged[-1] = tag
+        found = self._arenas.find(memory)
+        assert found is not None
+        tags: list[float] = []
+
+        def read(sources: Sources) -> None:
+            for rank, (theirs, source) in enumerate(zip(blocks, sources, strict=True)):
+                tags.append(source[-1].item())
+                if theirs and not (own and rank == self.rank and theirs[0].data_ptr() == own[0].data_ptr()):
+                    torch._foreach_copy_(list(theirs), source[: sum(sizes[rank])].split(sizes[rank]))
+
+        call = CodedCall(codes.ALL_GATHER | codes.DTYPES[like.dtype], width)
+        operation = Operation(call, *found, blocks, read, lambda: self._pool.give(memory), early=True)
+        return self._start(operation, tags)
+
+    def dup(self, timeout_s: float | None = None) -> Transport:
+        if self._again is None:
+            raise CollectiveError("this shared-memory transport was made without a store, so it cannot be duplicated")
+        return self._again(timeout_s)
 
     def close(self) -> None:
         """Give back descriptors and the others' memory. Tensors from `allocate` stay as they are."""
         self._engine.close()
-        self._staging.clear()
+        self._pool.clear()
         self._fallback.close()
 
     def holds(self, flat: torch.Tensor) -> bool:
         """Whether a tensor lies in memory that the ranks of this host share, and can be combined there."""
         return _ours(flat) and flat.is_contiguous() and self._arenas.find(flat) is not None
 
-    def _locate(self, flat: torch.Tensor, *, move: bool = False) -> tuple[tuple[int, int], torch.Tensor | None]:
-        """Where the others will find a tensor, and the memory it was given for that if it has to move there."""
+    def _offer(
+        self, code: int, flat: torch.Tensor, read: Callable[[Sources], None] | None = None, *, move: bool = False
+    ) -> Work:
+        """Start a collective in which the others find `flat` in shared memory: to combine it in place, or, with `read`,
+        to read it. It is copied there first if it lives elsewhere, or has to `move` since this rank writes there."""
+        call = CodedCall(code, flat.numel())
         if not move and flat.is_contiguous() and not flat.is_conj() and not flat.is_neg():
             found = self._arenas.find(flat)
             if found is not None:
-                return (found[0].number, found[1]), None
-        if not flat.numel():
-            return (NOWHERE, 0), None
-        block = self._staging.take(flat.numel() * flat.itemsize)
+                return self._start(Operation(call, *found, flat, read))
+        if not call.numel:
+            return self._start(Operation(call, None, 0, flat, read))
+        block = self._pool.take(flat.nbytes)
+        home, staged = flat.detach(), block[: flat.nbytes].view(flat.dtype).view(flat.shape)
+        staged.copy_(home)
+
+        def after() -> None:
+            if read is None:
+                home.copy_(staged)
+            self._pool.give(block)
+
         found = self._arenas.find(block)
         assert found is not None
-        return (found[0].number, 0), block
+        return self._start(Operation(call, *found, home, read, after, early=read is not None))
 
-    def _offer(
-        self,
-        word: int,
-        source: torch.Tensor,
-        read: Callable[[Sources], None],
-        *,
-        apart_from: torch.Tensor | None = None,
-    ) -> Work:
-        """Let the others read `source`. It is copied first if it lives elsewhere, or where this rank writes."""
-        place, block = self._locate(source, move=apart_from is not None and _overlap(source, apart_from))
-        after = None
-        if block is not None:
-            _view_like(block, source).copy_(source)
-
-            def after() -> None:
-                self._staging.give(block)
-
-        early = block is not None
-        return self._start(Operation(word, source.numel(), place, keep=source, read=read, after=after, early=early))
-
-    def _start(self, operation: Operation) -> Work:
+    def _start(self, operation: Operation, tags: Sequence[float] = ()) -> "_ShmWork":
         self._engine.start(operation)
-        self._store_watch.calls.began(str(operation))
-        return _ShmWork(self._engine, operation)
+        self._calls.began(operation.call)
+        return _ShmWork(self._engine, operation, tags)
 
 
 class _ShmWork:
-    __slots__ = ("_engine", "_operation")
+    __slots__ = ("_engine", "_operation", "tags")
 
-    def __init__(self, engine: Engine, operation: Operation) -> None:
+    def __init__(self, engine: Engine, operation: Operation, tags: Sequence[float] = ()) -> None:
         self._engine = engine
         self._operation = operation
+        self.tags = tags  # of a gather of blocks
 
     def done(self) -> bool:
         return self._operation.over
@@ -228,11 +221,11 @@ class _ShmWork:
 
     def __del__(self) -> None:
         if not self._operation.over and not sys.is_finalizing():
-            self._engine.give_up(f"nobody waited for {self._operation}")
+            self._engine.poison(f"nobody waited for {self._operation}")
 
 
-class _GivingUp:
-    """The watch of the group. What ends a wait with an error ends the use of the transport: see `Engine.give_up`."""
+class _PoisoningWatch:
+    """The watch of the group. What ends a wait with an error ends the use of the transport: see `Engine.poison`."""
 
     def __init__(self, watch: StoreWatch, engine: Engine) -> None:
         self._watch = watch
@@ -242,7 +235,7 @@ class _GivingUp:
         try:
             self._watch.look(what, waited_s)
         except BaseException as error:
-            self._engine.give_up(str(error) or type(error).__name__)
+            self._engine.poison(str(error) or type(error).__name__)
             raise
 
     def explain(self, what: str, waited_s: float, error: Exception) -> Exception:
@@ -255,16 +248,12 @@ class _GivingUp:
         """Asked by who is about to raise PeerAbsent."""
         ranks = self._watch.absent()
         names = ", ".join(f"rank {rank}" for rank in ranks) or "another rank"
-        self._engine.give_up(f"it waited for {names} longer than its timeout", tuple(ranks))
+        self._engine.poison(f"it waited for {names} longer than its timeout", tuple(ranks))
         return ranks
 
 
 def _ours(tensor: torch.Tensor) -> bool:
-    return tensor.device == _CPU and tensor.layout is torch.strided and record.knows(tensor.dtype)
-
-
-def _view_like(block: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return block[: tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
+    return tensor.device == _CPU and tensor.layout is torch.strided and tensor.dtype in codes.DTYPES
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -287,7 +276,3 @@ def _reader(target: torch.Tensor) -> Callable[[Sources], None]:
             target.copy_(flat)
 
     return read
-
-
-def _read_nothing(sources: Sources) -> None:
-    """The root of a broadcast has it all."""

@@ -1,54 +1,61 @@
-"""The kernel of a rank: IPython's, with three more messages."""
+"""The kernel of a rank: IPython's, with one more message, its own streams, and its own way to show an interrupt.
+
+**The traceback of KeyboardInterrupt is short, and made at once.** IPython reads and parses the source of every file on
+the way, which takes longer than all the rest of an interrupt. Only one thing matters in it: where the cell was.
+
+**No interrupt is lost.** Python drops what is raised in a destructor or in a callback of a weak reference; an interrupt
+that falls there is raised again outside of it.
+"""
 
 import ctypes
+import linecache
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from types import CodeType, TracebackType
 from typing import Any
 
 import zmq
+from ipykernel.compiler import get_tmp_directory
+from ipykernel.iostream import OutStream
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from traitlets import Type
 
-from paceline.notebook.rank import boot, interrupted
-from paceline.notebook.rank.group import Group, outlive
-from paceline.notebook.rank.progress import draw_bars_as_text
-from paceline.notebook.rank.requests import Requests
+from paceline.notebook.rank.rank_requests import RankRequests
+from paceline.notebook.rank.rank_setup import RankIdentity, TextBars
 
-Reply = tuple[Mapping[str, Any], Sequence[bytes]]
+AGAIN_S = 0.005  # until Python has left the place where the interrupt was dropped
 
 
 class RankKernel(IPythonKernel):
-    """`paceline_boot` and `paceline_form` come over the shell channel: they run where cells run, and never beside one.
+    """ipykernel's kernel, which also answers `paceline_request` (`rank/rank_requests.py`).
 
-    `paceline_request` comes over the control channel, which has a thread of its own: it is answered while a cell runs,
-    also while that cell is blocked in C++.
+    Over the control channel, which has a thread of its own, it is answered while a cell runs, even if that cell is
+    blocked in C++; over the shell channel it is answered between cells.
     """
 
     shell: Any
     session: Any
 
-    msg_types = [*IPythonKernel.msg_types, "paceline_boot", "paceline_form"]  # noqa: RUF012 - as the base has it
+    msg_types = [*IPythonKernel.msg_types, "paceline_request"]  # noqa: RUF012 - as the base has it
     control_msg_types = [*IPythonKernel.control_msg_types, "paceline_request"]  # noqa: RUF012
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.place = boot.Place.from_environment()
-        self._group = Group(self.place)
-        self._requests = Requests(self.shell, self.place, self._group)
-        interrupted.install(self.shell)
+        self._requests = RankRequests(self.shell, RankIdentity.from_environment())
+        _handle_interrupts(self.shell)
         self.shell.ask_exit = _stay
-        warnings.filterwarnings(
-            "ignore", message="To exit: use", category=UserWarning
-        )  # what IPython says of SystemExit
-        # Some look there for whether they can draw widgets, which reach no page from here.
+        warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)  # IPython's, on SystemExit
+        # Libraries look there for whether they can draw widgets, which reach no frontend from here.
         self.shell.config.pop("IPKernelApp", None)
-        draw_bars_as_text()
+        sys.meta_path.insert(0, TextBars())
         # debugpy's does nothing until a frontend attaches, and none can attach to a rank: ask as `%debug` does.
         sys.breakpointhook = sys.__breakpointhook__
-        # C libraries hold back what they print, since nobody told them that someone looks on.
+        # C libraries buffer what they print, since their output is no terminal.
         libc = ctypes.CDLL(None)
         self.shell.events.register("post_execute", lambda: libc.fflush(None))
 
@@ -60,34 +67,18 @@ class RankKernel(IPythonKernel):
         await super().execute_request(stream, ident, parent)  # type: ignore[no-untyped-call]
 
     async def interrupt_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """SIGINT to this process and what it started. A cell that awaits is told by a callback; its loop must wake."""
+        """SIGINT to this process and its children. A callback cancels a cell that awaits; its loop must wake."""
         await super().interrupt_request(stream, ident, parent)  # type: ignore[no-untyped-call]
         self.io_loop.add_callback(lambda: None)
 
-    async def paceline_boot(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        self._answer(stream, ident, parent, lambda *_: (boot.boot(self.shell, self.place), ()))
-        boot.warm(self.shell)
-
-    async def paceline_form(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        self._answer(stream, ident, parent, lambda content, _: (self._group.form(content), ()))
-        outlive()  # who asked need not wait for it, and the next cell comes after it
-
     async def paceline_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        self._answer(stream, ident, parent, self._requests.answer)
-
-    def _answer(
-        self,
-        stream: Any,
-        ident: Any,
-        parent: dict[str, Any],
-        work: Callable[[Mapping[str, Any], Sequence[bytes]], Reply],
-    ) -> None:
-        """Reply in any case: whoever asked waits for it."""
+        """Do what the driver asks. Reply in any case: it waits for that."""
         buffers: Sequence[bytes] = ()
         try:
-            found, buffers = work(parent["content"], [bytes(buffer) for buffer in parent.get("buffers", ())])
+            given = [bytes(buffer) for buffer in parent.get("buffers", ())]
+            found, buffers = self._requests.answer(parent["content"], given)
             content = {"status": "ok", **found}
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - it is told to the one who asked
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - it is reported to the driver
             content = {
                 "status": "error",
                 "ename": type(error).__name__,
@@ -109,9 +100,91 @@ class RankApp(IPKernelApp):
     kernel_class: Any = Type(RankKernel, klass="ipykernel.kernelbase.Kernel").tag(config=True)
 
     def init_iopub(self, context: "zmq.Context[Any]") -> None:
-        """Output is never dropped, however much of it waits: the end of a cell is told on the same channel."""
+        """Output is never dropped, however much of it waits: the end of a cell is announced on the same channel."""
         context.setsockopt(zmq.SNDHWM, 0)
         super().init_iopub(context)  # type: ignore[no-untyped-call]
 
     def log_connection_info(self) -> None:
-        """Nobody else is to connect; so nothing is said about how to."""
+        """Nobody else is to connect, so nothing is printed about how to."""
+
+
+class RankStream(OutStream):
+    """Sends text to the notebook. What is written to the descriptor itself is read there from outside of the rank.
+
+    Stock ipykernel puts a pipe in the place of descriptors 1 and 2 and reads it in a thread of the same process: what a
+    crash writes last would stay in that pipe. So descriptors are left alone (`--IPKernelApp.capture_fd_output=False`).
+    """
+
+    flush_interval = 0.05
+
+    def fileno(self) -> int:
+        """For code that passes the stream to a child process."""
+        return 1 if self.name == "stdout" else 2
+
+    def write(self, string: str) -> int:
+        """Half of a surrogate pair is not valid Unicode: a message that holds one could not be sent."""
+        if isinstance(string, str) and not string.isascii():
+            string = string.encode(errors="backslashreplace").decode()
+        return int(super().write(string) or 0)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "watchfd": False})  # type: ignore[no-untyped-call]
+
+
+def _handle_interrupts(shell: Any) -> None:
+    """Show KeyboardInterrupt in a few lines, and raise it again where it would be dropped."""
+    shell.set_custom_exc((KeyboardInterrupt,), _show)
+    before = sys.unraisablehook
+
+    def again(dropped: "sys.UnraisableHookArgs") -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            # A real signal: it also ends the sleep that the main thread may be in by then.
+            main = threading.main_thread().ident
+            threading.Timer(AGAIN_S, signal.pthread_kill, (main, signal.SIGINT)).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = again
+
+
+def _show(
+    shell: Any,
+    kind: type[BaseException],
+    value: BaseException,
+    trace: TracebackType | None,
+    tb_offset: int | None = None,  # noqa: ARG001 - IPython passes it
+) -> list[str]:
+    lines = [
+        f"{kind.__name__:42}Traceback (most recent call last)",
+        *_frames(shell, trace),
+        f"{kind.__name__}: {value}",
+    ]
+    shell._showtraceback(kind, value, lines)
+    # IPython 9 makes the traceback once more, to keep it in its history, and asks the exception first.
+    value._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+    return lines
+
+
+def _frames(shell: Any, trace: TracebackType | None) -> list[str]:
+    """Those of cells, and the one in which it was raised."""
+    walked = list(_walk(trace))
+    found = []
+    for place, (code, number) in enumerate(walked):
+        source = linecache.getline(code.co_filename, number).rstrip("\n")
+        if code.co_filename.startswith(get_tmp_directory()):
+            _, name = shell.compile.format_code_name(code.co_filename) or ("", "In[?]")
+            found.append(f"Cell {name}, line {number}\n----> {number} {source}\n")
+        elif place == len(walked) - 1:
+            found.append(f"File {code.co_filename}:{number}, in {code.co_name}\n---> {number} {source}\n")
+    return found
+
+
+def _walk(trace: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
+    """The code and the line of each frame. The jump back to the head of a loop, where signals are looked for, may have
+    no line of its own: then it is that of what ran before."""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        lines = [line for start, _, line in code.co_lines() if line is not None and start <= trace.tb_lasti]
+        number: int | None = trace.tb_lineno  # typeshed does not know that there may be none
+        yield code, number or (lines[-1] if lines else code.co_firstlineno)
+        trace = trace.tb_next

@@ -1,0 +1,78 @@
+"""A snapshot whose files are open: verified first, and then read straight into the tensors that are there."""
+
+import hashlib
+import os
+import weakref
+from collections.abc import Mapping
+
+from paceline.checkpoint.errors import Damaged
+from paceline.checkpoint.snapshots import Snapshot, open_file
+from paceline.stored.directory import PIECE
+from paceline.stored.tensor_file import TensorEntry, parse_header
+
+
+class OpenSnapshot:
+    """The files of a snapshot. What becomes of their names does not matter while it exists. Raises Damaged, also when
+    it is made, if they are not what was written."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self._descriptors: dict[str, int] = {}
+        weakref.finalize(self, _close_all, self._descriptors)
+        for name, record in snapshot.manifest.files.items():
+            self._descriptors[name], size = open_file(snapshot.path / name)
+            if size != record.size:
+                raise self._damaged(f"{name} has {size} bytes, expected {record.size}")
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Compare the bytes of all chunks, or of one of so many parts of them, with the manifest."""
+        chunks = [(name, n) for name, record in self.snapshot.manifest.files.items() for n in range(len(record.sha256))]
+        scratch = memoryview(bytearray(PIECE))
+        for name, number in chunks[len(chunks) * part // parts : len(chunks) * (part + 1) // parts]:
+            record, digest = self.snapshot.manifest.files[name], hashlib.sha256()
+            begin, end = number * record.chunk, min((number + 1) * record.chunk, record.size)
+            for at in range(begin, end, PIECE):
+                piece = scratch[: min(PIECE, end - at)]
+                self.read(name, at, piece)
+                digest.update(piece)
+            found, expected = digest.hexdigest()[:12], record.sha256[number][:12]
+            if digest.hexdigest() != record.sha256[number]:
+                where = f"bytes {begin} to {end} of {name} have" if len(record.sha256) > 1 else f"{name} has"
+                raise self._damaged(f"{where} changed: the SHA-256 is {found}…, expected {expected}…")
+
+    def read(self, name: str, offset: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes of a file from `offset` on."""
+        while memory:
+            try:
+                count = os.preadv(self._descriptors[name], [memory], offset)
+            except OSError as error:
+                raise self._damaged(f"{name} cannot be read: {error.strerror}") from error
+            if not count:
+                raise self._damaged(f"{name} ended after {offset} bytes")
+            memory, offset = memory[count:], offset + count
+
+    def content(self, name: str) -> bytes:
+        """All bytes of a file. Raises KeyError if there is none of this name."""
+        found = bytearray(self.snapshot.manifest.files[name].size)
+        self.read(name, 0, memoryview(found))
+        return bytes(found)
+
+    def entries(self, name: str) -> tuple[int, dict[str, TensorEntry]]:
+        """The tensors of a file, and where their bytes begin. Raises ValueError if it is not in the safetensors format,
+        and KeyError if there is none of this name."""
+        size = self.snapshot.manifest.files[name].size
+        start = memoryview(bytearray(min(8, size)))
+        self.read(name, 0, start)
+        if size < 8 or (length := int.from_bytes(start, "little")) > size - 8:
+            raise ValueError(f"the header of {name} does not fit in its {size} bytes")
+        header = memoryview(bytearray(length))
+        self.read(name, 8, header)
+        return 8 + length, parse_header(bytes(header), size - 8 - length)[1]
+
+    def _damaged(self, why: str) -> Damaged:
+        return Damaged(self.snapshot.path, why)
+
+
+def _close_all(descriptors: Mapping[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)

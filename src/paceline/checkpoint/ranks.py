@@ -1,0 +1,121 @@
+"""What ranks tell each other about checkpoints, by checked collectives. A world of one tells itself."""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.checkpoint.errors import Damaged, Skipped
+from paceline.checkpoint.snapshots import Snapshot, place_of
+from paceline.collectives.checked import all_gather
+from paceline.stored.directory import make_directory
+from paceline.stored.tensor_file import bytes_of
+
+OptionalGroup = dist.ProcessGroup | None
+
+
+def rank_and_size(group: OptionalGroup) -> tuple[int, int]:
+    """This rank and the size of the world."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def gather_bytes(blob: bytes, group: OptionalGroup) -> list[bytes]:
+    """The bytes of every rank, of any length but not empty."""
+    sizes = [int(size) for size in all_gather(torch.tensor([len(blob)], device="cpu"), group=group)]
+    padded = torch.frombuffer(bytearray(blob.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    rows = all_gather(padded, group=group)
+    return [bytes(bytes_of(row)[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather(value: Any, group: OptionalGroup) -> list[Any]:
+    """The value of every rank, in rank order: anything that JSON can hold, of any size."""
+    return [json.loads(blob) for blob in gather_bytes(json.dumps(value).encode(), group)]
+
+
+def text_hash(text: str) -> str:
+    """What ranks compare in place of a long text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_writer(directory: Path, group: OptionalGroup) -> bool | None:
+    """Whether this rank is the lowest of those that see the same `directory`. All ranks call it.
+
+    Hosts that do not share a directory each have their own copy of every snapshot, so every rank puts down a file and
+    looks for those of lower ranks. None means that some rank could not: then only rank 0 should write, whose write will
+    say what is wrong, and the question is worth asking again.
+    """
+    rank, size = rank_and_size(group)
+    if size == 1:
+        return True
+    token = gather(secrets.randbits(60), group)[0]
+    probe = f".seen-{token:x}-"
+    try:
+        make_directory(directory)
+        (directory / f"{probe}{rank}").touch(exist_ok=False)
+        put_down = True
+    except OSError:
+        put_down = False
+    try:
+        everywhere = all(gather(put_down, group))
+        # Asked by name: a listing may be out of date where the directory is on another machine.
+        lowest = not any(os.path.lexists(directory / f"{probe}{other}") for other in range(rank))
+        gather(None, group)  # all have looked
+    finally:
+        if put_down:
+            (directory / f"{probe}{rank}").unlink()
+    return lowest if everywhere else None
+
+
+# Compares a part of a snapshot's bytes with its manifest: which part, of how many. Raises Damaged.
+Verify = Callable[[Snapshot, int, int], None]
+
+
+def newest_on_all(
+    found: Sequence[Snapshot], refused: Sequence[Damaged], verify: Verify, group: OptionalGroup
+) -> tuple[Snapshot | None, tuple[Skipped, ...]]:
+    """The newest snapshot that is good on every rank, and what was passed over, the same on all ranks.
+
+    `found` is what this rank sees, newest first. In each round every rank names the newest that it has, those that
+    named a newer one than others go down to theirs, and ranks that see the same files verify a part of them each.
+    """
+    rank = rank_and_size(group)[0]
+    skipped = [Skipped(error.path.name, rank, error.why) for error in refused]
+    left = list(found)
+
+    def pass_over(why: str) -> None:
+        skipped.append(Skipped(left.pop(0).path.name, rank, why))
+
+    while True:
+        rows = gather([left[0].key, place_of(left[0])] if left else [(-1, 0), ""], group)
+        keys = [tuple(key) for key, _ in rows]
+        places = [place for _, place in rows]
+        lowest = min(keys)
+        if any(key != lowest for key in keys):
+            while left and left[0].key > lowest:
+                pass_over(f"rank {keys.index(lowest)} has no intact copy of it")
+            continue
+        if not left:
+            break
+        why = ""
+        sharing = [other for other, place in enumerate(places) if place == places[rank]]
+        try:
+            verify(left[0], sharing.index(rank), len(sharing))
+        except Damaged as error:
+            why = error.why
+        whys = gather(why, group)
+        bad = [place for place, why in zip(places, whys, strict=True) if why]
+        if not bad:
+            break
+        lacking = next(other for other, place in enumerate(places) if place in bad)
+        pass_over(next((whys[other] for other in sharing if whys[other]), f"rank {lacking} has no intact copy of it"))
+    everywhere = [Skipped(**fields) for own in gather([asdict(one) for one in skipped], group) for fields in own]
+    return (left[0] if left else None), tuple(everywhere)

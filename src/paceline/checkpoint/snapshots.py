@@ -1,0 +1,218 @@
+"""The snapshots in a directory: found, compared with their manifests byte for byte, and removed."""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.errors import Damaged
+from paceline.checkpoint.manifest import Manifest
+
+PROBE = re.compile(r"\.seen-[0-9a-f]+-\d+\Z")
+NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?\Z")
+TEMPORARY = re.compile(r"\.step-.*\.(?:new|old)-[0-9a-f]{16}\Z")
+MAX_MANIFEST = 1 << 28
+PROBE_S = 3600.0
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot on disk: where it is, and what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Orders snapshots by age; equal for copies of one, on hosts that do not share a directory."""
+        return self.manifest.number, self.manifest.id
+
+
+def name_of(directory: Path, step: int) -> str:
+    """A free name for a snapshot of this step. Nothing is ever overwritten."""
+    name, again = f"step-{step:08d}", 0
+    while os.path.lexists(directory / name):
+        again += 1
+        name = f"step-{step:08d}.{again}"
+    return name
+
+
+def temporary(directory: Path, name: str, word: str) -> Path:
+    return directory / f".{name}.{word}-{secrets.token_hex(8)}"
+
+
+def listed(directory: Path) -> list[Path]:
+    """Everything in the directory that is named like a snapshot. Raises OSError if it cannot be listed."""
+    try:
+        return sorted(path for path in directory.iterdir() if NAME.match(path.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def read(path: Path) -> Snapshot:
+    """What the manifest in `path` says; the other files are not looked at. Raises Damaged."""
+    file = path / manifests.FILE
+    descriptor, size = open_file(file)
+    try:
+        if size > MAX_MANIFEST:
+            raise Damaged(path, f"{file.name} has {size} bytes, expected at most {MAX_MANIFEST}")
+        with open(descriptor, "rb", closefd=False) as opened:
+            raw = opened.read()
+    except OSError as error:
+        raise Damaged(path, f"{file.name} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    try:
+        manifest = manifests.from_bytes(raw)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(path, f"{manifests.FILE}: {error}") from error
+    if any(Path(name).name != name for name in manifest.files):
+        raise Damaged(path, f"{manifests.FILE} names files outside of the snapshot")
+    return Snapshot(path, manifest)
+
+
+def survey(directory: Path) -> tuple[list[Snapshot], list[Damaged]]:
+    """The snapshots whose manifests are whole, newest first, and those whose manifests are not."""
+    found, broken = [], []
+    for path in listed(directory):
+        try:
+            found.append(read(path))
+        except Damaged as error:
+            broken.append(error)
+    return sorted(found, key=lambda snapshot: snapshot.key, reverse=True), broken
+
+
+def has_all_files(snapshot: Snapshot) -> bool:
+    """Whether all files are there with their sizes; cheap, and enough to decide what to keep."""
+    for name, record in snapshot.manifest.files.items():
+        try:
+            if (snapshot.path / name).lstat().st_size != record.size:
+                return False
+        except OSError:
+            return False
+    return True
+
+
+def open_file(file: Path) -> tuple[int, int]:
+    """A descriptor of a file of a snapshot, and its size. Raises Damaged.
+
+    Opening a fifo would wait for a writer. A link is refused: it leads out of the snapshot.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise Damaged(file.parent, f"{file.name} cannot be read: {error.strerror}") from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise Damaged(file.parent, f"{file.name} is not a regular file")
+    return descriptor, status.st_size
+
+
+def place_of(snapshot: Snapshot) -> str:
+    """Equal on ranks that read the very same files, from the memory of one host."""
+    host = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
+    try:
+        status = (snapshot.path / manifests.FILE).stat()
+    except OSError:  # it has just been removed, as its files will tell
+        return f"{host} process {os.getpid()}"
+    return f"{host} {status.st_dev} {status.st_ino}"
+
+
+def remove(path: Path) -> None:
+    """Remove a snapshot. It loses its name first, so that a partial one is never seen."""
+    aside = temporary(path.parent, path.name, "old")
+    path.rename(aside)
+    with suppress(FileNotFoundError):  # another run in this directory has removed it as abandoned
+        shutil.rmtree(aside)
+
+
+def remove_older(directory: Path, keep: int, refused: Sequence[Path]) -> list[Path]:
+    """Remove all that is older than the `keep` newest good snapshots, of different steps. Returns what was removed.
+
+    `refused` are known to be damaged and do not count as good.
+    """
+    found, broken = survey(directory)
+    good = [one for one in found if one.path not in refused and has_all_files(one)]
+    kept: dict[int, Snapshot] = {}
+    for snapshot in good:
+        if len(kept) < keep:
+            kept.setdefault(snapshot.step, snapshot)
+    copies = [one.path for one in good if one.step in kept and one is not kept[one.step]]
+    older: list[Path] = []
+    if len(kept) == keep:  # otherwise what is damaged may still be useful
+        oldest = min(one.manifest.number for one in kept.values())
+        older = [one.path for one in found if one.manifest.number < oldest and one.path not in copies]
+        older += [error.path for error in broken if step_of(error.path) < min(kept)]
+    gone = copies + older
+    for path in gone:
+        remove(path)
+    return gone
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a snapshot, -1 in other names."""
+    match = NAME.match(path.name)
+    return int(match[1]) if match else -1
+
+
+@contextmanager
+def held(path: Path) -> Iterator[int]:
+    """Marks a temporary directory as in use by this process, until it ends in whatever way. Gives its descriptor."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks: then nobody else can take it for abandoned either
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def remove_abandoned(directory: Path) -> list[Path]:
+    """Remove what killed processes left: half-written snapshots, and old probes. Returns what was removed."""
+    gone = []
+    for path in directory.iterdir():
+        if PROBE.match(path.name) and _age_s(path) > PROBE_S:
+            path.unlink(missing_ok=True)
+            gone.append(path)
+        if TEMPORARY.match(path.name) and _is_abandoned(path):
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path)
+            gone.append(path)
+    return gone
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:  # its rank has just removed it
+        return 0.0
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,211 @@
+"""The state of a training run as files: described on every rank, copied where it is written, compared in shape."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.bare import bare
+from paceline.checkpoint.errors import CheckpointMismatch
+from paceline.checkpoint.ranks import OptionalGroup, gather_bytes
+from paceline.errors import CollectiveMismatch
+from paceline.kernels import kernel_settings
+from paceline.stored.json_tree import Encoder
+from paceline.stored.packed import pack
+from paceline.stored.tensor_file import bytes_of, lay_out, views
+from paceline.stored.value_tree import dtype_name
+
+MODEL, STATE, TREE = "model.safetensors", "state.safetensors", "state.json"
+NAMED_AT_MOST = 3
+
+Tensors = Mapping[str, torch.Tensor]
+TensorSpec = tuple[str, tuple[int, ...]]  # dtype and shape
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value that differs between ranks, such as `rng_state()`: all of them are saved, and loaded as a list."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What belongs to one snapshot. The tensors are still those of the run."""
+
+    tree: bytes
+    files: Mapping[str, Tensors]  # by the name of the file that holds them
+    shapes: Mapping[str, TensorSpec]
+    replicas: Mapping[str, Sequence[str]]  # by file: the names of what is equal on all ranks
+
+    def replicated(self, files: Mapping[str, Tensors]) -> list[dict[str, torch.Tensor]]:
+        """What of the tensors in `files`, which may be copies, is equal on all ranks."""
+        return [{name: files[file][name] for name in names} for file, names in self.replicas.items()]
+
+
+def state_of(value: Any) -> Any:
+    """The state_dict() of an object that has one, or the plain value."""
+    if isinstance(value, nn.Module):
+        value = bare(value)
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def capture(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any], group: OptionalGroup
+) -> TrainingState:
+    """All that is to be saved. Raises UsageError for values that cannot be saved. All ranks call it."""
+    tree: dict[str, Any] = {}
+    weights, rest = Encoder(), Encoder()
+    shapes: Mapping[str, TensorSpec] = {}
+    if model is not None:
+        state = bare(model).state_dict()
+        shapes = shapes_of(state)
+        tree["model"] = weights.encode(dict(state))
+        tree["model_metadata"] = rest.encode(getattr(state, "_metadata", None), ("model_metadata",))
+    if optimizer is not None:
+        tree["optimizer"] = rest.encode(optimizer.state_dict(), ("optimizer",))
+        tree["optimizer_kind"] = kind_of(optimizer)
+    lanes = lanes_in(model, more)
+    replicas = {MODEL: _replicas(model, weights, buffers=lanes is not None), STATE: list(rest.tensors)}
+    tree["kernels"], tree["lanes"] = kernels_of(model), lanes
+    tree["more"], tree["per_rank"] = {}, []
+    for name, value in more.items():
+        if isinstance(value, PerRank):
+            blobs = gather_bytes(pack(state_of(value.value), name), group)
+            value = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]
+            tree["per_rank"].append(name)
+        tree["more"][name] = rest.encode(state_of(value), ("more", name))
+    files = {MODEL: weights.tensors, STATE: rest.tensors}
+    return TrainingState(json.dumps(tree).encode(), files, shapes, replicas)
+
+
+def _replicas(model: nn.Module | None, weights: Encoder, *, buffers: bool) -> list[str]:
+    """What of a model is the same on all ranks. Buffers are the same only in lanes: elsewhere each rank makes its own,
+    and takes over those of another rank when its next forward begins."""
+    if model is None:
+        return []
+    ignored = getattr(model, "parameters_to_ignore", ())
+    names = {name for name, _ in bare(model).named_parameters(remove_duplicate=False)}
+    if buffers:
+        names |= {name for name, _ in bare(model).named_buffers(remove_duplicate=False)}
+    return [name for name in weights.tensors if name in names and name not in ignored]
+
+
+def lanes_in(model: nn.Module | None, more: Mapping[str, Any]) -> int | None:
+    """How many lanes the replica among these trains in. Looked up by name: not every model here is one of ours."""
+    found = (getattr(value, "_lane_count", None) for value in (model, *more.values()) if isinstance(value, nn.Module))
+    return next((lanes for lanes in found if isinstance(lanes, int)), None)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of an optimizer's class, the same whether it updates whole parameters or shards of them."""
+    return next(one.__name__ for one in type(optimizer).__mro__ if not one.__module__.startswith("paceline.replica"))
+
+
+def whole_shapes(optimizer: torch.optim.Optimizer) -> list[torch.Size]:
+    """The shapes of the parameters that an optimizer updates, or has shards of. Looked up by name: not every optimizer
+    here is one of ours."""
+    if hasattr(optimizer, "_shards"):
+        return [param.shape if shard is None else shard.form.shape for param, shard in optimizer._shards()]
+    return [param.shape for group in optimizer.param_groups for param in group["params"]]
+
+
+def kernels_of(model: nn.Module | None) -> dict[str, str]:
+    """What the last bits of a step depend on, beside what is trained."""
+    device = next((param.device for param in model.parameters()), None) if model is not None else None
+    compiled = any(hasattr(one, "_orig_mod") for one in (model, getattr(model, "module", None)))
+    return kernel_settings(device) | {"compiled": str(compiled)}
+
+
+class HostCopy:
+    """Host memory for the tensors of one file. It is kept, because fresh memory costs more than the copy into it."""
+
+    def __init__(self) -> None:
+        self._layout = lay_out({})
+        self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._views: list[torch.Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+
+    def take(self, tensors: Tensors) -> None:
+        """Copy the tensors. From a CUDA device the copy is queued on the current stream, and readers wait for it."""
+        layout = lay_out(tensors)
+        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        on_device = bool(devices)
+        if self._layout != layout or on_device != self._flat.is_pinned():
+            self._views = []
+            self._flat = torch.empty(layout.size, dtype=torch.uint8, pin_memory=on_device, device="cpu")
+            self._layout, self._views = layout, views(layout, self._flat)
+        with torch.no_grad():
+            for view, entry in zip(self._views, layout.entries, strict=True):
+                view.copy_(tensors[entry.name], non_blocking=True)
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def taken(self) -> dict[str, torch.Tensor]:
+        """The copies, when they are complete."""
+        self._wait()
+        return {entry.name: view for entry, view in zip(self._layout.entries, self._views, strict=True)}
+
+    def parts(self) -> list[bytes | memoryview]:
+        """The bytes of the file, when they are complete."""
+        self._wait()
+        return [self._layout.head, bytes_of(self._flat)]
+
+    def _wait(self) -> None:
+        for event in self._copied:
+            event.synchronize()
+
+
+def shapes_of(state: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    return {
+        name: (dtype_name(value.dtype), tuple(value.shape))
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def check_model(wanted: Mapping[str, TensorSpec], saved: Mapping[str, TensorSpec], where: str) -> None:
+    """Raise CheckpointMismatch with the first tensors in which a model and a snapshot differ."""
+    extra = next((f" (but {name!r}, which the model lacks)" for name in saved if name not in wanted), "")
+    parts = [
+        f"{name!r}: expected {expected}, got {got}{'' if name in saved else extra}"
+        for name, expected, got in _differences(wanted, saved)
+    ]
+    if parts:
+        raise CheckpointMismatch(
+            f"{where} is a checkpoint of another model; the first difference is {_few(parts)}. Build the model as it "
+            f"was built for the saved run"
+        )
+
+
+def different_models(by_rank: Sequence[Mapping[str, Any]]) -> CollectiveMismatch:
+    """The error for ranks that save different models; `by_rank` are the shapes of each, as JSON carries them."""
+    first, *others = ({name: (dtype, tuple(shape)) for name, (dtype, shape) in one.items()} for one in by_rank)
+    parts = [
+        f"{name!r}: expected {expected} as on rank 0, got {got} on rank {rank}"
+        for rank, other in enumerate(others, start=1)
+        for name, expected, got in _differences(first, other)
+    ]
+    return CollectiveMismatch(
+        f"the ranks are about to save different models: {_few(parts)}. All ranks must pass the same model to save(); "
+        f"nothing was saved",
+        ranks=[rank for rank, other in enumerate(others, start=1) if other != first],
+    )
+
+
+def _differences(expected: Mapping[str, TensorSpec], got: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str, str]]:
+    """Each tensor that is not the same in both: its name, and what it is on either side, as text."""
+    for name in {**expected, **got}:
+        if (one := expected.get(name)) != (other := got.get(name)):
+            yield name, _text(one), _text(other)
+
+
+def _text(spec: TensorSpec | None) -> str:
+    return "no such tensor" if spec is None else f"{spec[0]} of shape {spec[1]}"
+
+
+def _few(parts: Sequence[str]) -> str:
+    more = len(parts) - NAMED_AT_MOST
+    return "; ".join(parts[:NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,24 @@
+"""`paceline run`. It needs neither torch nor typer."""
+
+import os
+from collections.abc import Sequence
+
+from paceline.cli.run_flags import notes, parse
+from paceline.cli.run_job import hidden, job_from, missing_gpus
+from paceline.cli.run_output import RunOutput
+from paceline.launch import supervise
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what the command line says; return the exit code."""
+    flags = parse(argv)
+    job = job_from(flags, os.environ)
+    output = RunOutput(job, hidden(flags, job.ranks))
+    for text in (*notes(flags), *missing_gpus(job)):
+        output.note(text)
+    try:
+        outcome = supervise(job, output)
+    finally:
+        output.close()
+    output.conclude(job, outcome)
+    return outcome.exit_code

@@ -1,0 +1,82 @@
+"""Blocks of several tensors, of which every rank has some, gathered by one collective."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from paceline.collectives.group import Group
+from paceline.collectives.protocols import Gather, ShardedTransport, Work
+from paceline.collectives.reduction import used_here
+from paceline.errors import CollectiveMismatch
+
+TAGS = 128  # that every floating point type tells apart
+
+
+class BlockGather:
+    """Gathers blocks of one type. It may be used again and again, by all ranks in the same order."""
+
+    def __init__(
+        self,
+        own: Sequence[torch.Tensor],
+        blocks: Sequence[Sequence[torch.Tensor]],
+        tag: int = 0,
+        *,
+        direct: bool = False,
+    ) -> None:
+        """`own`: the flat blocks that this rank brings. `blocks`: for each rank, where its blocks go; where this rank's
+        own stand already, they are not copied. `tag` says which gather this is: ranks must come with the same one.
+        `direct`: blocks may be written to from `start` on, and not only in `finish`."""
+        self._own = list(own)
+        self._blocks = [list(of_rank) for of_rank in blocks]
+        self._sizes = [[block.numel() for block in of_rank] for of_rank in blocks]
+        self._width = max(map(sum, self._sizes)) + 1
+        self._tag = tag % TAGS
+        self._like = next(block for of_rank in blocks for block in of_rank)
+        self._direct = direct
+        self._flight: tuple[Work, torch.Tensor | None] | None = None
+
+    def start(self, group: Group) -> None:
+        """Begin, unless it is under way."""
+        if self._flight is not None:
+            return
+        if self._direct and group.transport.traits(self._like.device).sharded:
+            transport = cast(ShardedTransport, group.transport)
+            self._flight = transport.gather_blocks(self._own, self._blocks, self._tag), None
+            return
+        sent = self._like.new_empty(self._width)
+        if self._own:
+            torch.cat(self._own, out=sent[: sum(self._sizes[group.rank])])
+        sent[-1] = self._tag
+        rows = self._like.new_empty(group.size, self._width)
+        self._flight = group.transport.all_gather(rows.view(-1), sent), rows
+
+    def finish(self, group: Group, what: str) -> None:
+        """Wait for the blocks of all ranks, and have them where they go."""
+        self.start(group)
+        assert self._flight is not None
+        (work, rows), self._flight = self._flight, None
+        group.wait(work, what)
+        if rows is None:
+            self._check_tags(cast(Gather, work).tags, group, what)
+            return
+        if not rows.is_cuda:  # there a host would have to wait for it
+            self._check_tags(rows[:, -1].tolist(), group, what)
+        for rank, (blocks, sizes) in enumerate(zip(self._blocks, self._sizes, strict=True)):
+            if blocks and not (rank == group.rank and blocks[0].data_ptr() == self._own[0].data_ptr()):
+                torch._foreach_copy_(blocks, rows[rank, : sum(sizes)].split(sizes))
+        used_here(rows)
+
+    def discard(self, group: Group) -> None:
+        """Drop what is under way, when it is over."""
+        if self._flight is not None:
+            (work, _), self._flight = self._flight, None
+            group.wait(work, "parameters that are not needed any more")
+
+    def _check_tags(self, tags: Sequence[float], group: Group, what: str) -> None:
+        if strange := [rank for rank, tag in enumerate(tags) if tag != self._tag]:
+            raise CollectiveMismatch(
+                f"rank {group.rank} is gathering {what} while rank {strange[0]} is gathering something else; all ranks "
+                f"must run the same parts of the model in the same order",
+                ranks=strange,
+            )

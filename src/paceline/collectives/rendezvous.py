@@ -1,0 +1,112 @@
+"""How ranks that have no transport yet tell each other things: through the store of their group."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from paceline.collectives.group import finish
+from paceline.collectives.protocols import Watch
+from paceline.collectives.store_call import StoreCall
+
+T = TypeVar("T")
+
+
+class NoSharedMemory(Exception):
+    """Why the ranks of a group cannot share memory, in one line. It is raised on all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """All ranks of a group, at one `place` of its store that nobody has written to before."""
+
+    place: Store
+    rank: int
+    size: int
+    watch: Watch
+    timeout_s: float | None
+
+    @classmethod
+    def next(cls, store: Store, rank: int, size: int, watch: Watch, timeout_s: float | None) -> "Rendezvous":
+        """The n-th rendezvous of one rank is that of every other."""
+        number = store.add(f"paceline/rendezvous count/{rank}", 1)
+        return cls(PrefixStore(f"paceline/rendezvous {number}", store), rank, size, watch, timeout_s)
+
+    def gather(self, topic: str, text: str) -> list[str]:
+        """The text of every rank."""
+        gather = StoreGather(self.place, topic, self.rank, self.size, text)
+        return self.call(gather.run, what=f"the choice of a transport ({topic})")
+
+    def check(self, topic: str, obstacle: str) -> None:
+        """Return if no rank has an obstacle, else raise NoSharedMemory with the first one on every rank."""
+        if obstacles := [text for text in self.gather(topic, obstacle) if text]:
+            raise NoSharedMemory(obstacles[0])
+
+    def call(self, call: Callable[[StoreCall[T]], T], *, what: str) -> T:
+        """Run something that may block, on a thread, and wait for it as for any other rank."""
+        calling = StoreCall(call)
+        try:
+            finish(calling, what=what, watch=self.watch, timeout_s=self.timeout_s)
+        finally:
+            calling.stop()
+        return calling.result()
+
+
+class StoreGather:
+    """One text of every rank, exchanged through a store. The n-th gather of a rank under a `topic` is the n-th of all.
+
+    The number is counted on the store, so that no state outlives the group.
+    """
+
+    def __init__(self, store: Store, topic: str, rank: int, size: int, text: str) -> None:
+        self._store = store
+        self._topic = topic
+        self._rank = rank
+        self._size = size
+        self._text = text
+
+    def run(self, call: StoreCall[list[str]]) -> list[str]:
+        """Post the own text and read those of all ranks. Returns nothing if it is stopped before all have come."""
+        number = self._store.add(self._counter, 1)
+        self._store.set(self._key(number, self._rank), f"{number} {self._text}")
+        pause_s = 0.00005
+        while not (found := self._read(number)):
+            if not call.pause(pause_s):
+                return self._take_back(number)
+            pause_s = min(1.2 * pause_s, 0.02)
+        return found
+
+    def _take_back(self, number: int) -> list[str]:
+        """As if this rank had never come, so that a second try finds the others.
+
+        Unless the last of them has come meanwhile: then some may have seen this rank there, and gone on.
+        """
+        key = self._key(number, self._rank)
+        self._store.set(key, "")
+        if found := self._read(number):
+            self._store.set(key, f"{number} {self._text}")
+            return found
+        self._store.add(self._counter, -1)
+        return []
+
+    def _read(self, number: int) -> list[str]:
+        """What each rank has posted, or nothing if some have not come to this gather yet."""
+        keys = [self._key(number, peer) for peer in range(self._size) if peer != self._rank]
+        if number <= 2 and not self._store.check(keys):  # `multi_get` waits for a key that was never set
+            return []
+        posted = [text.decode().partition(" ") for text in self._store.multi_get(keys)]
+        if any(found != str(number) for found, _, _ in posted):
+            return []
+        texts = [text for _, _, text in posted]
+        texts.insert(self._rank, self._text)
+        return texts
+
+    @property
+    def _counter(self) -> str:
+        return f"{self._topic}/count/{self._rank}"
+
+    def _key(self, number: int, rank: int) -> str:
+        # Two places are enough: who posts has seen that all ranks came to the gather before, so all have read the one
+        # before that.
+        return f"{self._topic}/{number % 2}/{rank}"

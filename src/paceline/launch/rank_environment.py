@@ -1,0 +1,75 @@
+"""What a rank is told at its start: its environment variables, and the port at which ranks find each other."""
+
+import os
+import socket
+
+from paceline.errors import UsageError
+from paceline.launch.job import Job
+
+LOOPBACK = "127.0.0.1"
+# Unless the user has set them.
+DEFAULTS = {
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+
+
+def rendezvous_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """torchrun's variables by which the ranks of one machine find each other."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+    }
+
+
+def environment_of(job: Job, rank: int, port: int, attempt: int) -> dict[str, str]:
+    """All variables of one rank: those of this process, torchrun's, and ours."""
+    found = {**os.environ, **job.environment}
+    found.update(
+        rendezvous_variables(rank, job.ranks, port),
+        NODE_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        ROLE_NAME=job.role,
+        ROLE_RANK=str(rank),
+        ROLE_WORLD_SIZE=str(job.ranks),
+        TORCHELASTIC_RESTART_COUNT=str(attempt),
+        TORCHELASTIC_MAX_RESTARTS=str(job.max_restarts),
+        TORCHELASTIC_RUN_ID=job.run_id or "none",
+        TORCHELASTIC_USE_AGENT_STORE="False",
+        PACELINE_RUN_DIR=str(job.run_dir.absolute()),
+    )
+    found = {**DEFAULTS, **({"OMP_NUM_THREADS": "1"} if job.ranks > 1 else {}), **found}
+    if job.gpu_ids is not None:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.gpu_ids))
+    return found
+
+
+def reserve_port(port: int = 0) -> socket.socket:
+    """Hold a port of loopback, any free one for 0, until the socket is closed.
+
+    The socket is bound and does not listen. Linux then gives the port to nobody who did not name it, and lets rank 0
+    bind and listen beside it.
+    """
+    holder = socket.socket()
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, port))
+        if port:
+            with socket.socket() as probe:
+                probe.settimeout(1.0)
+                if probe.connect_ex((LOOPBACK, port)) == 0:
+                    raise OSError("someone listens there already")
+    except OSError as error:
+        holder.close()
+        raise UsageError(
+            f"port {port} of {LOOPBACK} cannot be used: {error.strerror or error}; "
+            f"give another master_port, or 0 for any free one"
+        ) from error
+    return holder

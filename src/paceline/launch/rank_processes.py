@@ -1,0 +1,140 @@
+"""The launcher's end of the reaper: it starts ranks, sends them signals, and learns how they exit."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.launch import reaper
+
+REAPER_S = 10.0
+
+
+@dataclass(frozen=True)
+class RankStarted:
+    """The process of a rank runs."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankExited:
+    """The process of a rank has exited, or could not be started, for the reason in `never`."""
+
+    rank: int
+    code: int = 0
+    killed_by: int = 0
+    never: str = ""
+    with_reaper: bool = False  # the kernel killed it because the reaper had died
+
+
+class RankProcesses:
+    """The processes of all ranks. None of them outlives `close`, or the death of this process.
+
+    `streams` are the reaper's standard streams, as subprocess.Popen takes them.
+    """
+
+    def __init__(self, streams: int | None = None) -> None:
+        self.living: dict[int, int] = {}  # rank → process id, 0 while it is not known
+        self.unkillable: list[int] = []  # what was left of the ranks when the reaper had died
+        self.reaper_died = False
+        self._partial = b""
+        self._control, theirs = socket.socketpair()
+        # Isolated, and without site packages: what breaks the environment of the ranks does not break the reaper's.
+        command = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(theirs.fileno())]
+        with theirs:
+            self._reaper = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                stdin=streams,
+                stdout=streams,
+                stderr=streams,
+            )
+
+    def fileno(self) -> int:
+        """Readable when there are events."""
+        return self._control.fileno()
+
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        out: int,
+        err: int,
+        folder: Path | None = None,
+        named: Mapping[str, int] | None = None,
+        stdin: bool = False,
+    ) -> None:
+        """Start a rank that writes to the descriptors `out` and `err`, which this process may close afterwards.
+
+        It inherits the descriptors in `named` too, and environment variables of these names tell it their numbers. With
+        `stdin` it reads the reaper's standard input.
+        """
+        named = named or {}
+        self.living[rank] = 0
+        self._send(
+            [out, err, *named.values()],
+            rank=rank,
+            command=list(command),
+            environment=dict(environment),
+            folder=None if folder is None else str(folder),
+            named=list(named),
+            stdin=stdin,
+        )
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to a rank, or to all of them. SIGKILL ends the whole process group of a rank."""
+        self._send(signal=int(number), rank=rank)
+
+    def events(self) -> list[RankStarted | RankExited]:
+        """What has happened since the last call. When the reaper has died, all ranks have exited."""
+        found: list[RankStarted | RankExited] = []
+        while not self.reaper_died:
+            try:
+                data = self._control.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return found
+            except OSError:
+                data = b""
+            self.reaper_died = not data
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            found += [self._event(json.loads(line)) for line in lines]
+        living, self.living = self.living, {}
+        if living:
+            # The kernel kills the ranks, but not what they had started. Nothing may interfere with the next attempt.
+            self.unkillable = reaper.end_sessions([pid for pid in living.values() if pid])
+        return [*found, *(RankExited(rank, killed_by=signal.SIGKILL, with_reaper=True) for rank in living)]
+
+    def _event(self, message: dict[str, Any]) -> RankStarted | RankExited:
+        if "pid" in message:
+            self.living[message["rank"]] = message["pid"]
+            return RankStarted(**message)
+        del self.living[message["rank"]]
+        return RankExited(**message)
+
+    def _send(self, descriptors: Sequence[int] = (), **message: object) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reaper has died: `events` says so
+            sent = socket.send_fds(self._control, [line], descriptors)
+            self._control.sendall(line[sent:])
+
+    def close(self) -> None:
+        """Have the reaper kill all that is left of the ranks, and wait until it has exited. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+        try:
+            self._reaper.wait(REAPER_S)
+        except subprocess.TimeoutExpired:
+            self._reaper.kill()
+            self._reaper.wait()
+        self._control.close()

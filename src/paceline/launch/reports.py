@@ -1,0 +1,69 @@
+"""What ranks report and note, as their launcher reads it."""
+
+import json
+import mmap
+import os
+from typing import Any, NamedTuple
+
+from paceline.progress import NOTE, Phase
+from paceline.rank_report import PROGRESS_SLOT
+
+MAX_LINE = 1 << 20
+
+
+class ReportReader:
+    """The launcher's end: bytes of one rank in, whole reports out. A line that is not one of ours is dropped."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[tuple[str, dict[str, Any]]]:
+        """Add bytes; return the kind and the fields of each report that they complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_LINE:
+            self._rest = b""
+        found = [_parse(line) for line in lines]
+        return [(report.pop("kind"), report) for report in found if isinstance(report.get("kind"), str)]
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        report = json.loads(line)
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+class Mark(NamedTuple):
+    """What a rank has noted last, and when, on the monotonic clock. STARTING: it has never noted anything."""
+
+    phase: Phase
+    step: int
+    at: float
+
+    @property
+    def noted(self) -> bool:
+        return self.phase is not Phase.STARTING
+
+
+class ProgressBoard:
+    """The notes of all ranks. The launcher reads those of a rank whether that rank runs, hangs or is dead."""
+
+    def __init__(self, ranks: int) -> None:
+        # Memory alone: nothing is left when all its holders have ended.
+        self.descriptor = os.memfd_create("paceline-progress")
+        os.ftruncate(self.descriptor, ranks * PROGRESS_SLOT)
+        self._memory = mmap.mmap(self.descriptor, ranks * PROGRESS_SLOT)
+
+    def read(self, rank: int) -> Mark:
+        """What a rank has noted last."""
+        stamp, step, phase = NOTE.unpack_from(self._memory, rank * PROGRESS_SLOT)
+        if stamp == 0:
+            return Mark(Phase.STARTING, -1, 0.0)
+        # A foreign program may have written anything there.
+        known = Phase(phase) if phase in Phase.__members__.values() else Phase.IDLE
+        return Mark(known, step, stamp / 1e9)
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self.descriptor)

@@ -1,1 +1,0 @@
-"""What each rank did in a training cell, as a picture."""

@@ -1,0 +1,279 @@
+"""A step whose global batch is cut into lanes: a step begins, a lane is full, has nothing, or has failed."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.collectives.reduction import LaneBlock
+from paceline.errors import BackwardAborted, UnreducedGradients, UsageError
+from paceline.reducer import lane_shapes, report_errors
+from paceline.reducer.backward import Backward
+from paceline.reducer.lanes import Lanes, LaneState
+from paceline.reducer.participation import abandon
+from paceline.reducer.report import Mode, StepReport
+from paceline.reducer.step import StepRole
+from paceline.reducer.unreduced import first_with_gradient
+
+if TYPE_CHECKING:
+    from paceline.reducer.reducer import Reducer
+
+
+class LaneBatch:
+    """What of the global batch this rank runs: some of its lanes, one after another. See `RankBatch` for what the
+    reducer calls; the loop over lanes calls the rest."""
+
+    has_lanes = True
+    microbatches = 0  # ranks may run different numbers of lanes
+
+    def __init__(self, reducer: "Reducer", lanes: Lanes) -> None:
+        self._reducer = reducer
+        self.lanes = lanes
+
+    # ---- what the reducer asks
+
+    @property
+    def count(self) -> int:
+        return self.lanes.count
+
+    @property
+    def weight_columns(self) -> int:
+        return self.lanes.count
+
+    @property
+    def step(self) -> int:
+        return self.lanes.step
+
+    @property
+    def last(self) -> bool:
+        return self.lanes.last
+
+    @property
+    def holds(self) -> bool:
+        return self.lanes.holds
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the lane that runs has had a backward."""
+        return self.lanes.backwards > 0
+
+    def counts(self, role: StepRole) -> bool:
+        return role in (StepRole.FULL, StepRole.SKIPPED)  # of a skipped lane, earlier ones have used what they have
+
+    def shape_digest(self) -> int:
+        return lane_shapes.shape_digest(self.lanes)
+
+    def lane_weights(self) -> tuple[float, ...]:
+        return tuple(self.lanes.weights)
+
+    def blocks(self, bucket: int, flat: torch.Tensor) -> Sequence[LaneBlock]:
+        return self.lanes.blocks(bucket, flat)
+
+    def check(self, rows: Sequence[StepReport]) -> None:
+        lane_shapes.check(rows, self.lanes, self._reducer.group)
+
+    def begin_backward(self) -> None:
+        """A backward begins: it has to be one of the lane that runs."""
+        lanes = self.lanes
+        self._check_not_failed()
+        if lanes.state is LaneState.CLOSED:
+            raise UsageError(
+                f"lane {lanes.current} has already run its backward; run all but the last backward of a lane inside "
+                f"model.no_sync()"
+            )
+        if lanes.state is LaneState.NONE:
+            raise UsageError(
+                f"this replica trains in {lanes.count} lanes, but no lane is running; call backward inside "
+                f"`for batch in model.lanes(microbatches, step):`"
+            )
+        lanes.backwards += 1
+
+    def begin_untouched(self, backward: Backward) -> None:
+        self._reducer.begin(backward)
+
+    def begin_reduction(self) -> None:
+        """The step has begun long ago."""
+
+    def end_backward(self) -> bool:
+        """A lane's gradients are in: keep them for this rank's other lanes. Returns True after the last of them, when
+        the step is to be reduced."""
+        reducer, lanes = self._reducer, self.lanes
+        weight = reducer.weighting.of_lane()
+        skipped = reducer.contribution.role is StepRole.SKIPPED
+        lanes.close(0.0 if skipped else weight, plain=not skipped and reducer.weighting.last is not Mode.WEIGHTED)
+        if lanes.last:
+            return True
+        reducer.backwards.close()
+        reducer.pad_missing()
+        if reducer.contribution.late:
+            raise report_errors.late_gradient(reducer.bucket_set.slots)
+        for bucket in reducer.bucket_set.buckets:
+            bucket.complete(reducer.schedule.scale)
+            lanes.fold(bucket.spec.index, bucket.flat)
+        self._empty_buckets()
+        reducer.contribution.role = StepRole.FULL
+        if reducer.on_finished is not None:
+            reducer.on_finished()
+        return False
+
+    def abandon(self, backward: Backward) -> bool:
+        """A backward ended with an exception. What it has left of its lane is not known, so no rank has gradients of
+        this step: its reduction is completed without any, and the others are told."""
+        reducer, lanes = self._reducer, self.lanes
+        if not (backward.delivered or backward.reduces):
+            return True
+        if lanes.state is not LaneState.OPEN:  # it was refused: see begin_backward
+            reducer.bucket_set.drop_gradients()
+            self._empty_buckets()
+            return True
+        reducer.on_failed()
+        lane = lanes.current
+        try:
+            if reducer.schedule.broken:  # no collective of ours would fit what the others do; the watch names us
+                reducer.reset()
+            else:
+                self._abort_step(begun=lanes.last and backward.syncs and backward.delivered)
+        finally:
+            lanes.failed = lane
+        return True
+
+    def reset(self, *, memory_lost: bool) -> None:
+        if memory_lost:
+            self.lanes.forget_memory()
+        self.lanes.end()
+
+    def memory_moved(self) -> None:
+        """The buckets have other memory now, perhaps of another size or type, and so must the sums of lanes."""
+        lanes, lost = self.lanes, self.lanes.holds
+        lanes.forget_memory()
+        if lost:
+            raise UsageError(
+                f"the module was converted to another dtype during the loop over lanes (before lane {lanes.current} of "
+                f"step {lanes.step}), so the gradients of earlier lanes cannot be added to; convert it between steps"
+            )
+
+    def follow_group(self) -> None:
+        transport = self._reducer.transport
+        self.lanes.deal(transport.rank, transport.size)
+
+    def check_update(self) -> None:
+        if self.lanes.under_way:
+            raise UnreducedGradients(
+                f"optimizer.step() was called although only {self.lanes.run} of the {len(self.lanes.mine)} lanes of "
+                f"this rank have run, so there are no gradients of this step yet; step after the loop over "
+                f"model.lanes()"
+            )
+
+    # ---- what the loop over lanes calls
+
+    def begin_step(self) -> str | None:
+        """A step of lanes begins. Returns the name of a parameter that has a gradient already, if there is one.
+
+        If the step before was given up half-way, the other ranks wait for its reduction: it is completed without
+        gradients, and they are told.
+        """
+        reducer, lanes = self._reducer, self.lanes
+        with reducer.lock, torch.no_grad():
+            if reducer.backwards.failed():
+                abandon(reducer)
+            if lanes.under_way or lanes.owed:
+                self._abort_step()
+            lanes.failed = None
+            reducer.dropped = True
+            reducer.apply_pending_layout()  # on all ranks in the same step, whatever their first lanes do
+            stale = first_with_gradient(reducer.bucket_set)
+            if stale is None:
+                reducer.bucket_set.drop_gradients()
+            return stale
+
+    def owe(self, step: int) -> None:
+        """Step `step` has begun, and none of its lanes will run here: `begin_step` of the next one tells the others."""
+        self.lanes.step, self.lanes.owed = step, True
+
+    def skip(self) -> None:
+        """The lane that runs has nothing that counts."""
+        reducer, lanes = self._reducer, self.lanes
+        with reducer.lock, torch.no_grad():
+            self._raise_if_failed()
+            if lanes.state is not LaneState.OPEN:
+                ran = f"lane {lanes.current} of step {lanes.step} has already run its backward"
+                raise UsageError(
+                    f"skip_batch() applies to the running lane, but "
+                    f"{ran if lanes.under_way else 'no lane is running'}; call it in the loop over model.lanes(), "
+                    f"instead of the lane's last backward"
+                )
+            reducer.prepare()
+            reducer.bucket_set.drop_gradients()
+            self._empty_buckets()  # an earlier microbatch of this lane may have left something
+            reducer.contribution.role = StepRole.SKIPPED
+            self._close_without_backward()
+
+    def sync(self) -> None:
+        """Close the lane that runs with what its microbatches have accumulated, without another backward."""
+        reducer, lanes = self._reducer, self.lanes
+        with reducer.lock, torch.no_grad():
+            if not reducer.sync_on:
+                return
+            self._raise_if_failed()
+            if lanes.state is not LaneState.OPEN:
+                return
+            if not lanes.backwards:
+                raise UsageError(
+                    f"sync_gradients() closes lane {lanes.current} of step {lanes.step}, which has had no backward; "
+                    f"call loss.backward() inside no_sync() before, or model.skip_batch() if the lane is to count for "
+                    f"nothing"
+                )
+            reducer.prepare()
+            self._close_without_backward()
+
+    def check_ended(self) -> None:
+        """The user's loop asks for the next lane: the one before it must be closed."""
+        reducer, lanes = self._reducer, self.lanes
+        with reducer.lock, torch.no_grad():
+            self._raise_if_failed()
+            if lanes.state is LaneState.OPEN:
+                lane = f"lane {lanes.current} of step {lanes.step}"
+                if lanes.backwards:
+                    ran = "its only backward" if lanes.backwards == 1 else f"all its {lanes.backwards} backwards"
+                    raise UsageError(
+                        f"{lane} ended without a backward that closes it: {ran} ran inside no_sync(). Run the last "
+                        f"backward of a lane outside of no_sync(), or call model.sync_gradients() there"
+                    )
+                raise UsageError(
+                    f"{lane} ended without a backward; call loss.backward() once in the loop over lanes (earlier ones "
+                    f"inside no_sync()), or model.skip_batch()"
+                )
+
+    def _raise_if_failed(self) -> None:
+        """A backward that ended with an exception ends its step, also if the loop has caught that and goes on."""
+        if self._reducer.backwards.failed():
+            abandon(self._reducer)
+        self._check_not_failed()
+
+    def _check_not_failed(self) -> None:
+        reducer, lanes = self._reducer, self.lanes
+        if lanes.failed is not None:
+            raise BackwardAborted(
+                f"the backward of lane {lanes.failed} in step {lanes.step} ended with an exception, so this step has "
+                f"no gradients on any rank; catch it outside the loop over lanes, and go on with the next step",
+                ranks=[reducer.transport.rank],
+            )
+
+    def _close_without_backward(self) -> None:
+        if self.lanes.last:
+            self._reducer.begin_reduction(self._reducer.contribution.role)
+        if self.end_backward():
+            self._reducer.finish()
+
+    def _abort_step(self, *, begun: bool = False) -> None:
+        """Complete the reduction of a step that was left half-way, and tell the others. `begun`: it flies already."""
+        reducer = self._reducer
+        self.lanes.cancel_remaining()
+        reducer.prepare()
+        if not begun:
+            reducer.begin_reduction()
+        reducer.abort()
+
+    def _empty_buckets(self) -> None:
+        self._reducer.bucket_set.begin_lane()
+        self._reducer.schedule.rearm()

@@ -1,0 +1,45 @@
+"""Gradients that came after their bucket had left: they are reduced in a second round, and added."""
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.collectives.group import Group
+from paceline.reducer.bucket import GradSlot
+from paceline.reducer.step import Division
+
+
+def reduce_late(slots: Sequence[GradSlot], group: Group, scale: float) -> None:
+    """Reduce what nested backwards delivered after the buckets had left, and add it. All ranks call it, or none."""
+    transport = group.transport
+    flags = torch.tensor([slot.late for slot in slots], dtype=torch.int32, device="cpu")
+    group.wait(transport.all_reduce(flags), "the list of late gradients")
+    for slot, flag in zip(slots, flags.tolist(), strict=True):
+        if not flag:
+            continue
+        grad, extra = slot.param.grad, torch.zeros_like(slot.view)  # equal dtype on all ranks, whatever the gradient's
+        if grad is not None and scale != 0.0:  # not a product: see Bucket._collect_one
+            extra = extra + grad * scale if slot.meta.sparse else extra.add_(grad, alpha=scale)
+        group.wait(transport.all_reduce(extra), f"the late gradient of {slot.meta.name}")
+        slot.param.grad = None
+        if slot.meta.sparse:
+            slot.bucket.store_result(slot.bucket.flat + extra)
+        elif slot.bucket.shards is not None:
+            slot.bucket.shards.add(slot.index, extra)
+        else:
+            slot.view.add_(extra)
+
+
+def scale_of_late(weight: float | None, division: Division) -> float:
+    """By what late gradients are multiplied: they are summed without the reduction, after it and before means are made.
+    `weight`: of the backward that brought them, if it has one."""
+    if division.by_reduction:
+        return (1.0 if weight is None else weight) / division.size
+    return 1.0 / division.divisor if weight is None else weight
+
+
+def drop_late(slots: Sequence[GradSlot]) -> None:
+    """Nobody has gradients of this reduction."""
+    for slot in slots:
+        if slot.late:
+            slot.param.grad = None

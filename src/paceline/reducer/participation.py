@@ -1,0 +1,133 @@
+"""How a rank takes part in a reduction without a backward of its own that ended well."""
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.errors import IllegalMove, PacelineError
+from paceline.reducer.backward import unsettled_reducers
+from paceline.reducer.step import StepRole
+from paceline.reducer.unreduced import claim_by_hand, is_thrown_away, lend_all
+
+if TYPE_CHECKING:
+    from paceline.reducer.reducer import Reducer
+
+
+def reduce_now(reducer: "Reducer", *, by_hand: bool = False) -> None:
+    """Reduce what has been accumulated so far, without another backward. `by_hand`: also what was put there."""
+    with reducer.lock, torch.no_grad():
+        if reducer.backwards.failed():
+            abandon(reducer)
+            raise IllegalMove("the last backward ended with an exception, so there are no gradients to reduce")
+        if reducer.backwards.current is not None:
+            raise IllegalMove("gradients cannot be reduced while a backward runs; do it after loss.backward()")
+        reducer.apply_pending_layout()
+        if not reducer.is_alone():
+            reducer.prepare()
+        reducer.bucket_set.begin_backward()
+        if by_hand:
+            claim_by_hand(reducer.bucket_set)
+        reducer.begin_reduction()
+        reducer.finish()
+
+
+def skip(reducer: "Reducer") -> None:
+    """Take part in the reduction of this step with what earlier microbatches have left. If none has, with nothing."""
+    with reducer.lock, torch.no_grad():
+        if reducer.backwards.failed():
+            told = reducer.backwards.current is not None and reducer.backwards.current.reduces
+            abandon(reducer)
+            if told:  # the reduction of this step is over, without gradients on any rank
+                return
+        if reducer.is_alone() or (reducer.weighting.microbatches and not is_thrown_away(reducer.bucket_set)):
+            reduce_now(reducer)
+        else:
+            reducer.weighting.reset()
+            _take_part_with_nothing(reducer, StepRole.SKIPPED)
+
+
+def shadow(reducer: "Reducer") -> None:
+    """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
+    with reducer.lock, torch.no_grad():
+        _take_part_with_nothing(reducer, StepRole.EMPTY)
+
+
+def _take_part_with_nothing(reducer: "Reducer", role: StepRole) -> None:
+    reducer.apply_pending_layout()
+    reducer.prepare()
+    reducer.bucket_set.begin_backward()
+    reducer.begin_reduction(role)
+    lend_all(reducer.bucket_set)
+    reducer.finish()
+
+
+def abandon(reducer: "Reducer") -> None:
+    """Forget a backward that ended with an exception, and be ready for the next one.
+
+    If it was to be reduced, the other ranks wait for it: its reduction is completed, without gradients, and they are
+    told. What earlier backwards have accumulated stays, if this one was only to add to it.
+    """
+    with reducer.lock, torch.no_grad():
+        backward = reducer.backwards.close()
+        if backward is not None and reducer.batch.abandon(backward):
+            return
+        if backward is None or not backward.reduces:
+            reducer.bucket_set.forget_arrived()
+            return
+        reducer.on_failed()
+        if backward.alone and not reducer.hooks:  # as with the bare module, what it has left stays
+            reducer.step_state.closed()
+            return
+        if reducer.schedule.broken:  # no collective of ours would fit what the others do; the watch names us to them
+            reducer.reset()
+            return
+        if not backward.delivered:
+            reducer.begin_reduction()
+        reducer.abort()
+        for other in unsettled_reducers.called(reducer):
+            _leave(other)
+
+
+def discard_in_flight(reducer: "Reducer") -> None:
+    """The process group is gone. Forget the backward and the gradients that are under way, without telling the other
+    ranks: `abandon` would complete the reduction that they wait for, over a transport that is no more."""
+    with reducer.lock, torch.no_grad():
+        reducer.backwards.close()
+        reducer.bucket_set.drop_gradients()
+        reducer.after_backward.clear()
+        reducer.reset()
+        reducer.dropped = True
+
+
+def _leave(reducer: "Reducer") -> None:
+    """A backward on this thread has failed in another replica. If this one had a forward whose backward the others wait
+    for, it was most likely to be the same: they are told that it will not come.
+
+    A replica that is called in every step and never reduced, such as a teacher, waits for no backward.
+    """
+    with reducer.lock, torch.no_grad():
+        pending = reducer.step_state.forwards_pending
+        waited_for = pending == 1 or (pending and reducer.reductions)
+        if reducer.backwards.failed():
+            abandon(reducer)
+        elif waited_for and not reducer.batch.has_lanes and not reducer.backwards.running() and not reducer.is_alone():
+            reducer.prepare()
+            reducer.begin_reduction()
+            reducer.abort()
+
+
+def discard_others(reducer: "Reducer") -> None:
+    """The end of a backward has raised, so other replicas of it are not called there any more; but the other ranks wait
+    for what they do."""
+    for other in unsettled_reducers.unsettled(reducer):
+        discard_unsettled(other)
+
+
+def discard_unsettled(reducer: "Reducer") -> None:
+    """This replica has sent, and another one of the same backward has raised before this one could receive: do so now,
+    and drop the gradients of that backward. Whoever ran it has heard that it failed."""
+    with reducer.lock, torch.no_grad():
+        with suppress(PacelineError):
+            reducer.receive()
+        reducer.bucket_set.drop_gradients()

@@ -1,0 +1,234 @@
+"""What this rank owns of one parameter under a sharded placement, and what stands in for the gradient that it does not
+have as a whole."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from paceline.errors import NotWhole
+from paceline.placement import Span
+
+
+class Shard:
+    """One rank's block of one parameter: the value that its optimizer updates, with the gradient of that block.
+
+    From a reduction until the next backward the gradient is in `value.grad`, and `param.grad` is a stand-in without
+    memory. While a backward runs, `param.grad` is as autograd leaves it, as without shards. What a user does to
+    `param.grad` meanwhile is done to the gradient of the block: see `follow_user`.
+    """
+
+    def __init__(self, name: str, param: nn.Parameter, span: Span) -> None:
+        self.name = name
+        self.param = param
+        self.span = span
+        self.form = param.detach().to("meta")  # shape and strides, also while the parameter itself has no memory
+        self._home: torch.Tensor | None = None
+        self.front: StandIn | None = None  # what modules have in the place of the parameter, while it has no memory
+        self.value = nn.Parameter(self.block)
+        self.stand_in = StandIn(param, name, shard=self)
+        self._reduced: torch.Tensor | None = None  # what was put into `value.grad`
+        self._earlier: torch.Tensor | None = None  # of earlier reductions, which nobody has thrown away
+
+    def keep_master(self, dtype: torch.dtype) -> None:
+        """Have the optimizer update a copy of the block in a wider type. Gradients stay as they are reduced."""
+        self.value = nn.Parameter(self.block.to(dtype))
+        self.value.grad_dtype = None
+
+    @property
+    def has_master(self) -> bool:
+        return self.value.dtype is not self.param.dtype
+
+    def leave_parameter(self) -> None:
+        """Keep the block in memory of its own, since the parameter's will come and go."""
+        self._home = self.block.clone()
+        self.value.data = self._home
+        self.front = StandIn(self.param, self.name, param=self.param)
+
+    @property
+    def block(self) -> torch.Tensor:
+        """The block in the parameter's memory, or in its own."""
+        return flat_of(self.param)[slice(*self.span)] if self._home is None else self._home
+
+    def store_value(self) -> None:
+        """Have in the block what an optimizer has made of it: of the master, or of a value that was given other memory,
+        as by `param.data = ...`."""
+        block = self.block
+        if self.value.data_ptr() != block.data_ptr():
+            block.copy_(self.value)
+            if not self.has_master:
+                self.value.data = block
+
+    def begin_backward(self) -> None:
+        """Autograd is about to add to `param.grad`, and the bucket to overwrite what was reduced before."""
+        if self.param.grad is self.stand_in:
+            self.param.grad = None
+        elif self.value.grad is self._reduced:  # a user has thrown it away, or has put something in its place
+            self.value.grad = None
+        if (reduced := self.value.grad) is not None:
+            self._earlier, self.value.grad = reduced.clone(), None
+
+    def publish(self, grad: torch.Tensor | None) -> None:
+        """The gradient of the block has been reduced. None: no rank used the parameter."""
+        earlier, self._earlier = self._earlier, None
+        if grad is not None and earlier is not None:
+            grad.add_(earlier)
+        self._reduced = self.value.grad = earlier if grad is None else grad
+        self.drop_unreduced()
+
+    def follow_user(self) -> None:
+        """The optimizer is about to use the gradient. Who has set `param.grad` since it was reduced means this one:
+        None throws it away, and a tensor takes its place."""
+        shown = self.param.grad
+        if shown is self.stand_in:
+            return
+        if shown is not None:
+            self._reduced = self.value.grad = self.cut(shown)
+        elif self.value.grad is self._reduced:
+            self.value.grad = None
+
+    def drop(self) -> None:
+        """Throw the gradient away, reduced or not."""
+        self.value.grad = self._earlier = self._reduced = self.param.grad = None
+
+    def drop_unreduced(self) -> None:
+        """Throw away what is not in `value.grad`."""
+        self._earlier = None
+        self.param.grad = None if self.value.grad is None else self.stand_in
+
+    def zero(self) -> None:
+        """Make the gradient zeros, if there is one."""
+        if self.value.grad is not None:
+            self.value.grad.zero_()
+        self.drop_unreduced()
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """A copy of the block of a tensor that is shaped like the parameter."""
+        return flat_as(self.form, whole)[slice(*self.span)].clone()
+
+    def take_changes(self) -> None:
+        """Where the parameter is not what the master was rounded to, somebody has changed it, as by clamping it or by
+        loading other weights: the master takes that value."""
+        block, rounded = self.block, self.value.detach().to(self.param.dtype)
+        changed = block.ne(rounded) & ~(block.isnan() & rounded.isnan())
+        if changed.any():
+            self.value.copy_(torch.where(changed, block.to(self.value.dtype), self.value))
+
+
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def flat_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` in the order in which `like`, of the same shape, has them in memory."""
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+    return flat_of(tensor)
+
+
+class StandIn(torch.Tensor):
+    """In `param.grad`, where the ranks hold the gradient in shards: it has a shape and no numbers. Also in the place of
+    a parameter that has no memory: then it passes on to it what a user wants of a parameter besides its numbers.
+
+    Without it `param.grad` would be None, and whoever looks at gradients through `model.parameters()`, such as torch's
+    own clip_grad_norm_, would take them for missing and be silently wrong.
+    """
+
+    _name: str
+    _param: torch.Tensor | None
+    _shard: Callable[[], Shard | None]
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, name: str, *, param: torch.Tensor | None = None, shard: Shard | None = None
+    ) -> "StandIn":
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            dtype=like.dtype,
+            device=like.device,
+            requires_grad=param is not None,
+        )
+        made._name, made._param = name, param
+        made._shard = weakref.ref(shard) if shard is not None else lambda: None
+        if param is not None:
+            made._is_param = True  # what torch asks for to know an nn.Parameter
+        return made
+
+    def __init__(
+        self, like: torch.Tensor, name: str, *, param: torch.Tensor | None = None, shard: Shard | None = None
+    ) -> None:
+        """In the place of the gradient of a `shard`, or of a parameter, which is `param`."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{self._what}, kept in shards"
+
+    @property
+    def _what(self) -> str:
+        return f"the {'gradient of' if self._param is None else 'parameter'} {self._name}"
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return None if self._param is None else self._param.grad
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        assert self._param is not None
+        self._param.grad = grad
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._param is not None and self._param.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "StandIn":
+        if self._param is not None:
+            self._param.requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Any) -> Any:
+        return self._not_whole("register_hook()") if self._param is None else self._param.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        assert self._param is not None
+        return self._param.register_post_accumulate_grad_hook(hook)
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        self._not_whole("a copy")
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        self._not_whole("a copy or a pickle")
+
+    def _not_whole(self, what: object) -> NoReturn:
+        way_out = (
+            "Clip with model.clip_grad_norm_(), make the optimizer with model.optimizer(), and find this rank's part "
+            "in the gradients of optimizer.param_groups"
+            if self._param is None
+            else "It is there while the unit that has it runs its forward, and inside `with model.whole():`"
+        )
+        raise NotWhole(
+            f"{what} needs {self._what} in full, but under this placement each rank holds only a shard of it. {way_out}"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        found = next(arg for arg in _flatten([*args, *(kwargs or {}).values()]) if isinstance(arg, cls))
+        if func is torch.ops.aten.zero_.default and (shard := found._shard()) is not None:
+            shard.zero()
+            return found
+        return found._not_whole(func)
+
+
+def _flatten(args: Sequence[Any]) -> list[Any]:
+    return [one for arg in args for one in (_flatten(arg) if isinstance(arg, list | tuple) else [arg])]

@@ -1,0 +1,279 @@
+"""What the current optimizer step has had so far on this rank, and what it contributes to the next reduction."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.collectives.reduction import LaneBlock
+from paceline.collectives.wait import EventWork
+from paceline.errors import GraphChanged
+from paceline.reducer.backward import Backward, unsettled_reducers
+from paceline.reducer.bucket import GradSlot
+from paceline.reducer.report import Abort, Findings, Mode, PendingReports, StepReport, all_used, used_bits
+from paceline.reducer.unreduced import forget_thrown_away, is_nonzero
+
+if TYPE_CHECKING:
+    from paceline.reducer.reducer import Reducer
+
+
+class StepRole(Enum):
+    """How this rank takes part in a reduction."""
+
+    FULL = auto()  # with the gradients of its backwards
+    EMPTY = auto()  # with zeros, and it keeps its own gradients: a rank without data inside join()
+    SKIPPED = auto()  # with nothing that counts, but it takes the mean of the others
+    ABORTED = auto()  # its backward failed: nobody has gradients of this step
+
+
+class Contribution:
+    """What is known of the reduction that is under way, or comes next. Each one begins with a new `Contribution`."""
+
+    def __init__(self) -> None:
+        self.role = StepRole.FULL
+        self.abort = Abort.NO
+        self.late = 0  # gradients that came after their bucket had left
+        self.unused = 0  # parameters that took no part here, where that matters
+        self.graph_error: GraphChanged | None = None
+        self.sent: PendingReports | None = None
+        self.computed: EventWork | None = None  # done when the device has computed what is sent
+
+    def report(self, reducer: "Reducer", found: Findings) -> StepReport:
+        """What this rank tells the others of this reduction."""
+        slots, weighting, shadow = reducer.bucket_set.slots, reducer.weighting, self.role is StepRole.EMPTY
+        everything = len(reducer.ready_order) == len(slots)
+        if self.role is StepRole.FULL and not (everything and reducer.graph.used_everything):
+            self.graph_error = reducer.graph.compare(slots, static=reducer.settings.static_graph)
+        self.unused = 0 if everything or not reducer.batch.counts(self.role) else reducer.bucket_set.unused()
+        return StepReport(
+            reduction=reducer.reductions,
+            unused=self.unused,
+            late=self.late,
+            mode=weighting.mode,
+            weight=weighting.total,
+            microbatches=reducer.batch.microbatches,
+            ready=len(reducer.ready_order),
+            graph_changed=self.graph_error is not None,
+            abort=self.abort,
+            skipped=self.role is StepRole.SKIPPED,
+            votes=reducer.reports.votes,
+            calls=reducer.schedule.calls,
+            # Inside join() the parameters of a rank without data are behind until it ends.
+            state=found.state if isinstance(found.state, int) and not shadow else 0,
+            signature=0 if shadow else found.signature,
+            not_finite=found.not_finite if isinstance(found.not_finite, int) else 0,
+            lane_step=reducer.batch.step,
+            lane_shape=reducer.batch.shape_digest(),
+            several=unsettled_reducers.of(reducer) is not None,
+            owned_elsewhere=0 if everything else reducer.bucket_set.owned_elsewhere(),
+            used=all_used(len(slots)) if everything else used_bits(slots),
+            lane_weights=reducer.batch.lane_weights(),
+        )
+
+    def mark_aborted(self) -> None:
+        """No rank has gradients of this reduction: a backward of this one has failed."""
+        self.role = StepRole.ABORTED
+        if self.abort is Abort.NO:
+            self.abort = Abort.EXCEPTION
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """By what the sum over all ranks is divided, and by whom."""
+
+    by_reduction: bool  # the reduction divides by `size` itself
+    size: int
+    divisor: float  # what is wanted: inside join() it may be less than `size`
+
+
+class Weighting:
+    """What kind of microbatches the step has had so far, and by what their gradients are multiplied."""
+
+    def __init__(self) -> None:
+        self.current: float | None = None  # inside weight(n): n
+        self.mode = self.last = Mode.NOTHING  # of this step so far, and of its last backward
+        self.total = 0.0
+        self.microbatches = 0
+
+    def note_backward(self) -> None:
+        self.last = Mode.PLAIN if self.current is None else Mode.WEIGHTED
+        self.mode = self.mode.and_then(self.last)
+        self.total += self.current or 0.0
+        self.microbatches += 1
+
+    def of_lane(self) -> float:
+        """How much the lane that ends here counts: the weights of its microbatches, or as much as any other."""
+        weight, self.total = (self.total if self.mode is Mode.WEIGHTED else 1.0), 0.0
+        return weight
+
+    def reset(self) -> None:
+        self.mode, self.total, self.microbatches = Mode.NOTHING, 0.0, 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether no weight plays a part, neither in the backward that runs nor in those before it."""
+        return self.current is None and self.mode in (Mode.NOTHING, Mode.PLAIN)
+
+    def scale_in(self, division: Division) -> float:
+        """By what a gradient is multiplied when it goes into its bucket."""
+        if self.current is not None:
+            return self.current
+        return 1.0 if division.by_reduction or self.mode is Mode.WEIGHTED else 1.0 / division.divisor
+
+    @staticmethod
+    def scale_out(weight_of_all_ranks: float | None, division: Division) -> float:
+        """By what reduced gradients are multiplied; with weights, so that they are means over all tokens."""
+        if weight_of_all_ranks is None:
+            return division.size / division.divisor if division.by_reduction else 1.0
+        if weight_of_all_ranks == 0.0:
+            return 0.0
+        return (division.size if division.by_reduction else 1.0) / weight_of_all_ranks
+
+
+class StepState:
+    """Kept by the reducer, read by the step guard and by `sync_gradients()`."""
+
+    def __init__(self) -> None:
+        self.reductions = 0  # since the last step
+        self.forwards_pending = 0  # training forwards, to be reduced, since the last reduction or step
+        self.window_open = False  # something ran that was not reduced yet
+        self.local_steps = 0  # no_sync() blocks that are open: inside them a step on local gradients is meant
+        self.commits = 0  # updates on reduced gradients that were completed: equal on ranks that are at the same place
+        self._reduced = 0  # reductions ever
+        self._updated_at: dict[int, int] = {}  # by optimizer, at which of them it has made its last update
+        self._updating: set[int] = set()  # optimizers that are inside their update
+        self._diverged = False  # an update was made that the other ranks did not make
+
+    def reduced(self) -> None:
+        self.reductions += 1
+        self._reduced += 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether parameters and optimizer state are what an update on reduced gradients has left, all of them."""
+        return not self._updating and not self._diverged
+
+    def begin_update(self, optimizer: int) -> None:
+        self._updating.add(optimizer)
+
+    def end_update(self, optimizer: int) -> None:
+        """The mark of a committed step: set here, after the update, by this rank alone."""
+        self._updating.discard(optimizer)
+        if self._updated_at.get(optimizer, 0) == self._reduced:
+            self._diverged = True
+        else:
+            self._updated_at[optimizer] = self._reduced
+            self.commits += 1
+
+    def took(self, commits: int) -> None:
+        """This rank has the whole state of one that had made so many updates."""
+        self.commits, self._diverged = commits, False
+        self._updating.clear()
+        self._updated_at.clear()
+        self._reduced = 0
+
+    def stepped(self) -> None:
+        """An optimizer has stepped on these gradients."""
+        self.reductions = self.forwards_pending = 0
+
+    def closed(self) -> None:
+        """A reduction is over, well or not."""
+        self.forwards_pending = 0
+        self.window_open = False
+
+    def waited_for(self) -> bool:
+        """Whether the others wait for a reduction that this rank has not begun."""
+        return self.forwards_pending > 0 and self.reductions == 0
+
+    def others_wait(self, slots: Sequence[GradSlot]) -> bool:
+        """Whether the loss of a training forward touched no parameter here, so that the others still wait."""
+        return self.waited_for() and not any(not slot.dirty and is_nonzero(slot.grad) for slot in slots)
+
+    def unreduced(self, slots: Sequence[GradSlot], params: Container[int], *, syncs: bool) -> list[str]:
+        """Names of parameters, of those with these ids, whose gradients were not reduced since they were added to."""
+        by_hand = syncs and self.waited_for()  # then no gradient of this step came through a backward
+        return [
+            slot.meta.name
+            for slot in slots
+            if (slot.dirty or (by_hand and not slot.attached()))
+            and id(slot.param) in params
+            and (slot.held or is_nonzero(slot.grad))
+        ]
+
+
+class RankBatch:
+    """What of the global batch this rank runs: one part of as many as there are ranks, in one or more microbatches.
+
+    `LaneBatch` answers to the same calls where a global batch is cut into lanes.
+    """
+
+    lanes = None
+    has_lanes = False
+    last = True  # backward that reduces reduces all
+    holds = False  # nothing beside the buckets
+    resumes = True  # what earlier microbatches have left
+    step = weight_columns = 0
+
+    def __init__(self, reducer: "Reducer") -> None:
+        self._reducer = reducer
+
+    @property
+    def count(self) -> int:
+        """Over how many parts the mean is taken."""
+        return self._reducer.transport.size
+
+    @property
+    def microbatches(self) -> int:
+        return self._reducer.weighting.microbatches
+
+    def counts(self, role: StepRole) -> bool:
+        """Whether it matters which parameters took part here."""
+        return role is StepRole.FULL
+
+    def shape_digest(self) -> int:
+        return 0
+
+    def lane_weights(self) -> tuple[float, ...]:
+        return ()
+
+    def blocks(self, bucket: int, flat: torch.Tensor) -> Sequence[LaneBlock]:
+        return ()
+
+    def check(self, rows: Sequence[StepReport]) -> None:
+        """All have reported. Ranks agree on the sizes of their batches by weight(), or not at all."""
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward has come."""
+        if self._reducer.weighting.microbatches:
+            forget_thrown_away(self._reducer.bucket_set)
+
+    def begin_untouched(self, backward: Backward) -> None:
+        """A backward that is to be reduced has brought no gradient."""
+        self._reducer.begin_reduction()
+
+    def begin_reduction(self) -> None:
+        schedule = self._reducer.schedule
+        if schedule.observer is not None:
+            schedule.observer.begin(schedule.number)
+
+    def end_backward(self) -> bool:
+        """A backward that is to be reduced is over. Returns whether to reduce now."""
+        return True
+
+    def abandon(self, backward: Backward) -> bool:
+        """A backward has failed. Returns whether that is all there is to do."""
+        return False
+
+    def reset(self, *, memory_lost: bool) -> None:
+        """The reduction is over, well or not. `memory_lost`: the buckets were reallocated, since it was interrupted."""
+
+    def memory_moved(self) -> None:
+        """The buckets were reallocated."""
+
+    def follow_group(self) -> None:
+        """The group has moved to other ranks."""
+
+    def check_update(self) -> None:
+        """An optimizer is about to step."""

@@ -1,0 +1,220 @@
+"""The parts of a replica, made and joined: reducer, lanes, monitor, capsules, gate and guard."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from paceline.collectives.group import Group
+from paceline.collectives.reduction import Mean, Reduction
+from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.layout import Layout, ParamMeta, lay_groups, plan_layout
+from paceline.placement import find_units, group_by_unit
+from paceline.progress import own_progress
+from paceline.reducer.buckets import BucketSet
+from paceline.reducer.lanes import Lanes
+from paceline.reducer.reducer import Reducer
+from paceline.replica.capsules import CapsuleWriter
+from paceline.replica.gate import UpdateGate
+from paceline.replica.guard import StepGuard
+from paceline.replica.lane_loop import LaneLoop
+from paceline.replica.mixed_precision import NarrowParameters, cast_buffers, reduction_for
+from paceline.replica.monitor import ReplicaMonitor
+from paceline.replica.owned import OwnedBlocks
+from paceline.replica.recording import recording_asked
+from paceline.replica.units import Units, make_units
+from paceline.strategies.fixed_order import FixedOrder
+from paceline.strategies.lane_sum import LaneSum
+from paceline.strategies.scatter_mean import ScatterMean
+
+if TYPE_CHECKING:
+    from paceline.replica.ddp import DistributedDataParallel
+
+
+BUCKETS_IN_TURN = 2  # that have memory at a time, where gradients are sharded: one fills while one is reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What a replica is made of. It holds none of the replica itself, which could then never be let go."""
+
+    core: Reducer
+    gate: UpdateGate
+    guard: StepGuard
+    lane_loop: LaneLoop | None
+    capsules: CapsuleWriter | None
+    narrow: NarrowParameters | None
+    owned: OwnedBlocks | None
+    state_hooks: Sequence[RemovableHandle]
+
+    def close(self) -> None:
+        """Leave the parameters and the module as they were."""
+        self.guard.close()
+        if self.owned is not None and self.owned.units is not None:
+            self.owned.units.close()
+        self.core.hooks.close()
+        for hook in self.state_hooks:
+            hook.remove()
+
+
+def assemble(replica: "DistributedDataParallel") -> Assembly:
+    """Lay out the gradients, hook the parameters, and join what looks after them."""
+    _show_progress()
+    metas = metas_of(replica)  # now: parameters in shards have no strides
+    owned = _owned(replica, metas)
+    core = _reducer(replica, owned, metas)
+    lane_loop = _lane_loop(replica, core)
+    capsules = _capsules(replica, core, lane_loop)
+    monitor = _monitor(replica, core, lane_loop, capsules)
+    gate = _gate(replica, core, monitor)
+    managed, ignored = replica._managed, frozenset(replica.parameters_to_ignore)
+    ids = frozenset(id(param) for param in managed.params)
+    guard = StepGuard(core, replica, ids, ignored, refuses=replica._guard_refuses, gate=gate)
+    narrow: NarrowParameters | None = None
+    state_hooks: list[RemovableHandle] = []
+    if (config := replica.mixed_precision) is not None:
+        narrow = NarrowParameters(replica._module_parameters, config.param_dtype)
+        core.on_finished = narrow.widen
+        if monitor is not None:
+            monitor.wide = narrow.wide
+        state_hooks = narrow.widen_before_state_is_read(replica.module)
+        cast_buffers(replica.module, config.buffer_dtype, replica.parameters_to_ignore)
+    if owned is not None and owned.units is not None:
+        core.on_finished = owned.units.end_backward
+        core.on_failed = owned.units.fail
+        if monitor is not None:
+            monitor.stop_comparing()  # no two ranks have anything that is meant to be equal
+    return Assembly(core, gate, guard, lane_loop, capsules, narrow, owned, state_hooks)
+
+
+def _show_progress() -> None:
+    """From now on the launcher, if there is one, sees what this rank does."""
+    own_progress().begin()
+    if dist.is_initialized():
+        own_progress().note_end(lambda: not dist.is_initialized())
+
+
+def reduction_of(replica: "DistributedDataParallel") -> Reduction:
+    """How the buckets of a replica are combined over the ranks that it has now."""
+    if replica._lane_count is not None:
+        return LaneSum(replica._lane_count, replica._group.transport, replica.device)
+    if replica.mixed_precision is not None:
+        return reduction_for(replica.mixed_precision, replica._managed.params)
+    if replica._placement.shards_optimizer and isinstance(replica._reduction, Mean):
+        return ScatterMean()
+    return replica._reduction
+
+
+def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> OwnedBlocks | None:
+    """This rank's blocks of the parameters, if the placement cuts them and there is a rank to share them with."""
+    if not replica._placement.shards_optimizer or replica._group.single:
+        return None
+    owned = OwnedBlocks(replica._managed.params, metas, replica._group, cut=True)
+    if replica._placement.shards_parameters:
+        owned.units = _units(replica, owned)
+    return owned
+
+
+def _units(replica: "DistributedDataParallel", owned: OwnedBlocks) -> Units:
+    """Take the parameters apart. They are gathered over a duplicate of the group: a rank that does not use a parameter
+    reduces its bucket later than others, and so at another place among the gathers."""
+    for shard in owned.shards:
+        shard.leave_parameter()
+    timeout_s = replica._group.timeout_s
+    transport = replica._group.transport.dup(timeout_s)
+    group = Group(transport.connect() if isinstance(transport, TorchDistTransport) else transport, timeout_s)
+    weakref.finalize(replica, group.close)
+    modules = find_units(replica.module, replica._units)
+    indices = group_by_unit(modules, replica._managed.params)
+    return make_units(replica.module, modules, indices, owned.shards, owned.ownership.cuts, group)
+
+
+def _reducer(replica: "DistributedDataParallel", owned: OwnedBlocks | None, metas: Sequence[ParamMeta]) -> Reducer:
+    group, count = replica._group, replica._lane_count
+    lanes = None if count is None else Lanes(count, group.rank, group.size)
+    shards = () if owned is None else owned.shards
+    ownership = None if owned is None else owned.ownership
+    # In lanes the sums of earlier lanes need memory for all gradients anyway.
+    turns = BUCKETS_IN_TURN if shards and replica._placement.shards_gradients and lanes is None else None
+    units = None if owned is None else owned.units
+    layout = _layout(replica, metas) if units is None else _unit_layout(metas, units)
+    buckets = BucketSet(replica._managed.params, layout, ownership, shards, turns)
+    return Reducer(buckets, group, reduction_of(replica), replica._settings, lanes)
+
+
+def metas_of(replica: "DistributedDataParallel") -> list[ParamMeta]:
+    managed = replica._managed
+    return [
+        ParamMeta(name, tuple(p.shape), tuple(p.stride()), p.dtype, p.device, sparse)
+        for name, p, sparse in zip(managed.names, managed.params, managed.sparse, strict=True)
+    ]
+
+
+def _layout(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> Layout:
+    """Backward visits parameters in about the reverse order of registration; delayed ones come last."""
+    managed = replica._managed
+    delayed = {id(param) for param in replica._delay_all_reduce_params}
+    backwards = range(len(metas) - 1, -1, -1)
+    order = sorted(backwards, key=lambda index: id(managed.params[index]) in delayed)
+    return plan_layout(metas, order, replica._settings.caps)
+
+
+def _unit_layout(metas: Sequence[ParamMeta], units: Units) -> Layout:
+    """A bucket for each unit, or one for each type of its gradients, in the order of backward; the root comes last."""
+    groups: list[list[int]] = []
+    for indices in (*reversed(units.indices[:-1]), units.indices[-1]):
+        by_kind: dict[Any, list[int]] = {}
+        for index in reversed(indices):
+            by_kind.setdefault(metas[index].kind, []).append(index)
+        groups += by_kind.values()
+    return lay_groups(metas, groups)
+
+
+def _lane_loop(replica: "DistributedDataParallel", core: Reducer) -> LaneLoop | None:
+    recording = recording_asked(replica.module, core.batch.lanes) if replica._group.size == 1 else None
+    if core.batch.lanes is None:
+        return None
+    loop = LaneLoop(core, replica.module, replica.parameters_to_ignore, replica._seed, replica.device)
+    loop.recording = recording
+    return loop
+
+
+def _capsules(replica: "DistributedDataParallel", core: Reducer, lane_loop: LaneLoop | None) -> CapsuleWriter | None:
+    agreement = replica._agreement
+    if agreement is None or agreement.capsules is None:
+        return None
+    buffers = None if lane_loop is None else lane_loop.buffers
+    capsules = CapsuleWriter(agreement, core, replica.module, replica._seed, replica.device, buffers)
+    if lane_loop is not None:
+        lane_loop.capsules = capsules
+    return capsules
+
+
+def _monitor(
+    replica: "DistributedDataParallel", core: Reducer, lane_loop: LaneLoop | None, capsules: CapsuleWriter | None
+) -> ReplicaMonitor | None:
+    """What looks after the replica in every step, as far as it was asked for and there is anything to look after."""
+    agreement, group = replica._agreement, replica._group
+    if agreement is None or (group.single and agreement.not_finite == "keep"):
+        return None
+    params = [(n, p) for n, p in replica.module.named_parameters() if n not in replica.parameters_to_ignore]
+    buffers = None if lane_loop is None else lane_loop.buffers
+    monitor = ReplicaMonitor(agreement, params, group, buffers, adds=replica._lane_count or 1)
+    monitor.only_adds = lambda: isinstance(core.schedule.reduction, Mean | ScatterMean | FixedOrder | LaneSum)
+    monitor.on_finding = None if capsules is None else capsules.on_finding
+    core.schedule.observer = monitor
+    return monitor
+
+
+def _gate(replica: "DistributedDataParallel", core: Reducer, monitor: ReplicaMonitor | None) -> UpdateGate:
+    """What keeps optimizers on a device from using gradients that they must not use."""
+    managed = replica._managed
+    names = {id(param): name for name, param in zip(managed.names, managed.params, strict=True)}
+    gate = UpdateGate(core, names, looks=monitor is not None and monitor.looks_at_sums)
+    if monitor is not None:
+        monitor.bad_in = gate.bad_in
+        gate.on_checked = monitor.decide_alone if replica._group.single else None
+    return gate

@@ -1,0 +1,20 @@
+"""Optimizer steps that are given a closure."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def with_closure(args: Any, kwargs: Any, then: Callable[[], object]) -> tuple[Any, Any]:
+    """The arguments of an optimizer's step, with a closure that calls `then` before it returns."""
+    given = kwargs["closure"] if "closure" in kwargs else args[1]
+
+    @functools.wraps(given)
+    def closure(*inputs: Any, **named: Any) -> Any:
+        result = given(*inputs, **named)
+        then()
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs

@@ -1,0 +1,211 @@
+"""The lanes of a replica, as the user's loop runs them: `for batch in model.lanes(microbatches, step)`.
+
+A loop may be left at any time: by an error, by break, or because zip() has ended with its other part. A generator hears
+of that when nobody holds it any more, which may be as late as the end of the process. So whoever comes first, it or the
+next step, brings the loop to its end (`LaneLoop._leave`), and nothing is done when Python itself ends.
+"""
+
+import logging
+import operator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from paceline.blocks import listed
+from paceline.errors import UsageError
+from paceline.randomness import Kept, mixed
+from paceline.reducer.autograd import tensors_in
+from paceline.reducer.lane_batch import LaneBatch
+from paceline.reducer.lanes import Shapes
+from paceline.reducer.reducer import Reducer
+from paceline.replica.capsules import CapsuleWriter
+from paceline.replica.lane_buffers import LaneBuffers
+from paceline.replica.recording import Recording
+
+logger = logging.getLogger("paceline")
+
+Microbatch = TypeVar("Microbatch")
+
+NO_GRADIENTS = (
+    "the gradients of step %d were gone when its loop over lanes ended, and no optimizer had used them: call "
+    "optimizer.zero_grad() after optimizer.step(), outside the loop"
+)
+SAME_STEP = (
+    "step %d was run already, and its random numbers, which follow from (seed, step, lane), are drawn again; give "
+    "model.lanes(microbatches, step) the number of the step"
+)
+
+
+@dataclass(slots=True)
+class _Loop:
+    """A loop that was begun and has not come to its end."""
+
+    step: int
+    kept: Kept
+    lane: int = -1  # the one that runs
+
+
+class LaneLoop:
+    """Runs this rank's lanes of a step in order, each with its own randomness and from the same buffers."""
+
+    def __init__(self, core: Reducer, module: nn.Module, ignored: set[str], seed: int, device: torch.device) -> None:
+        assert isinstance(core.batch, LaneBatch)
+        self._core = core
+        self._batch_share = core.batch
+        self._lanes = core.batch.lanes
+        self._seed = seed
+        self._device = device
+        self.capsules: CapsuleWriter | None = None
+        self.recording: Recording | None = None
+        self.buffers = LaneBuffers(module, ignored, self._lanes)
+        self._loop: _Loop | None = None
+        self._last: int | None = None  # the step that was made last
+        self._warned: set[str] = set()
+
+    def run(self, microbatches: Iterable[Microbatch], step: int) -> Iterator[Microbatch]:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "a step of lanes cannot go into a CUDA graph: its random numbers are seeded, and its gradients "
+                "exchanged, from the host; capture a replica without lanes, or run lanes outside of the capture"
+            )
+        self._leave(waits=True)  # the loop before this one, if it has not come to its end
+        stale = self._batch_share.begin_step()
+        try:
+            given = list(microbatches)
+            self._check(len(given), stale)
+        except BaseException:
+            self._owe(step)
+            raise
+        loop = self._begin(given, step)
+        handled, python_ends = sys.exception(), sys.is_finalizing
+        try:
+            for lane, microbatch in zip(self._lanes.mine, given, strict=True):
+                loop.kept.seed(mixed(self._seed, step, lane))
+                loop.lane = lane
+                self._lanes.open(lane, _shapes(microbatch))
+                yield microbatch
+                if self._loop is not loop:
+                    raise UsageError(
+                        f"the loop over model.lanes() for step {step} resumed after another such loop had started"
+                    )
+                self._end_lane(loop)
+            self._end_step(loop)
+        except GeneratorExit as left:
+            if not python_ends() and self._loop is loop:
+                self._hear_of_leaving(waits=left.__context__ is handled)
+            raise
+        except BaseException:
+            if self._loop is loop:
+                self._leave(waits=False)
+            raise
+
+    def begin_anew(self) -> None:
+        """With another set of ranks, whose reducer has given up what was under way."""
+        self._leave(waits=False)
+        self._loop = None
+        self.buffers.begin_anew()
+        self.buffers.begin()
+
+    def _check(self, given: int, stale: str | None) -> None:
+        lanes, transport = self._lanes, self._core.transport
+        if stale is not None:
+            raise UsageError(
+                f"a step of lanes starts from empty gradients, but {stale} already has one; call "
+                f"optimizer.zero_grad() first"
+            )
+        if given != len(lanes.mine):
+            raise UsageError(
+                f"rank {transport.rank} of {transport.size} runs {len(lanes.mine)} of {lanes.count} lanes "
+                f"({listed(lanes.mine)}) and needs a microbatch for each of them, got {given}; "
+                f"paceline.Loader(..., lanes={lanes.count}) deals them out"
+            )
+
+    def _owe(self, step: int) -> None:
+        """The step cannot begin here, but the other ranks may run it: they are told as of any loop that was left."""
+        self._batch_share.owe(step)
+        if self.capsules is not None:
+            self.capsules.note_lanes((), step)
+
+    def _begin(self, given: Sequence[object], step: int) -> _Loop:
+        if step == self._last:
+            self._warn(SAME_STEP, step)
+        self._lanes.step = step
+        self.buffers.begin()
+        if self._core.schedule.observer is not None:
+            self._core.schedule.observer.begin(step)
+        if self.capsules is not None:
+            self.capsules.note_lanes(given, step)
+        if self.recording is not None:
+            self.recording.begin(step)
+        self._loop = _Loop(step, Kept(self._device))
+        return self._loop
+
+    def _end_lane(self, loop: _Loop) -> None:
+        self._batch_share.check_ended()
+        self.buffers.lane_ended(loop.lane)
+        loop.lane = -1
+
+    def _end_step(self, loop: _Loop) -> None:
+        """All lanes have run here, and so they have on all other ranks if the gradients are there."""
+        self._loop = None
+        loop.kept.put_back()
+        core = self._core
+        if core.dropped:  # the step leaves no trace
+            return
+        self._last = loop.step
+        slots = () if core.optimizes_in_backward or not core.step_state.reductions else core.bucket_set.slots
+        if slots and (core.uses is None or any(core.uses)) and all(slot.param.grad is None for slot in slots):
+            self._warn(NO_GRADIENTS, loop.step)
+        self.buffers.end(core.group)
+
+    # ---- a loop that was left
+
+    def _hear_of_leaving(self, *, waits: bool) -> None:
+        """An error here would come from a destructor, where nobody can catch it."""
+        if self.capsules is not None:
+            self.capsules.on_lane_left()
+        try:
+            self._leave(waits=waits)
+        except Exception as error:  # noqa: BLE001
+            logger.warning("the loop over the lanes of step %d could not be ended: %s", self._lanes.step, error)
+
+    def _leave(self, *, waits: bool) -> None:
+        """Bring the loop that was begun last to its end, if nobody has. Without `waits` no other rank is waited for:
+        then buffers that the others exchange after a step that was whole are owed until the next step begins."""
+        loop = self._loop
+        if loop is None:
+            return
+        if loop.lane >= 0:
+            self.buffers.lane_ended(loop.lane)  # so they are again what the step has found
+            loop.lane = -1
+        loop.kept.put_back(late=True)
+        if waits or self._core.dropped:
+            self._end_step(loop)
+
+    def _warn(self, text: str, step: int) -> None:
+        """Once, by one rank."""
+        if text not in self._warned and self._core.transport.rank == 0:
+            self._warned.add(text)
+            logger.warning(text, step)
+
+
+def step_of(step: object) -> int:
+    """The number of a step, as the user gave it."""
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = 1 << 63
+    if not -(1 << 63) <= number < 1 << 63:
+        raise UsageError(
+            f"model.lanes(microbatches, step): step must be a whole number, the same on every rank and another one in "
+            f"every step, got {step!r}"
+        )
+    return number
+
+
+def _shapes(microbatch: object) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(microbatch))

@@ -1,0 +1,116 @@
+"""Which ranks a replica works with: it joins a group, moves to another, and outlives one that is gone.
+
+All ranks must hold it still. A rank whose process was replaced does not: there the model is made anew, on all ranks.
+
+What an interrupt leaves behind
+-------------------------------
+Ranks that are stopped at any time stand in different places: one in the reduction of a step, the next one still in its
+forward, in the middle of the optimizer's update, or already past it. Gradients that were under way are dropped on all
+of them. Where they differ, all take everything from one rank that is between two updates, of those that have made the
+most, and a line says so: see `start_equal.resume_from_one_rank`.
+"""
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.collectives.choose import choose
+from paceline.collectives.group import Group
+from paceline.collectives.local import LocalTransport
+from paceline.collectives.protocols import Transport
+from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.reducer.participation import discard_in_flight
+from paceline.replica import arguments, start_equal
+from paceline.replica.assembly import reduction_of
+from paceline.replica.guard import all_replicas
+from paceline.replica.monitor import ReplicaMonitor
+
+
+def outlive_group() -> int:
+    """To be called by all ranks when the default group was destroyed and formed anew: replicas that were in the old one
+    rejoin, each in its next forward. Returns how many there are."""
+    alive = dist.distributed_c10d._world.pg_map
+    # One that worked with some of the ranks only stays without a group: those of the default one are others.
+    mine = [one for one in all_replicas() if one._in_default_group and one.process_group not in alive]
+    for replica in mine:
+        replica._group_is_gone = True
+    return len(mine)
+
+
+def join(
+    replica: Any, transport: str | Transport, process_group: Any, device_mesh: Any, timeout_s: float | None
+) -> Group:
+    """A group of the replica's own, over the ranks of `process_group`. All of them call it."""
+    if isinstance(transport, str):
+        found = _own_transport(replica, users_transport(replica, process_group, device_mesh), timeout_s)
+    else:
+        of_transport = transport.group if isinstance(transport, TorchDistTransport) else None
+        replica.process_group = of_transport if process_group is None else process_group
+        found = _own_transport(replica, transport, timeout_s)
+    group = Group(found, timeout_s, owned=found is not transport)
+    weakref.finalize(replica, group.close)
+    return group
+
+
+def users_transport(replica: Any, process_group: Any = None, device_mesh: Any = None) -> Transport:
+    """The group that the user has, as a transport."""
+    replica.process_group = arguments.choose_group(process_group, device_mesh)
+    replica._in_default_group = replica.process_group is dist.group.WORLD
+    if device_mesh is not None:
+        replica.device_mesh = device_mesh
+        if arguments.is_sliced(device_mesh):
+            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+            _pre_dp_module_transform(replica.module)
+    # A group defined in Python may do something even for one rank, so it is always asked.
+    stock = type(replica.process_group) is dist.ProcessGroup
+    alone = replica._transport_choice == "local" or (stock and replica.process_group.size() == 1)
+    return LocalTransport() if alone else TorchDistTransport(replica.process_group)
+
+
+def _own_transport(replica: Any, shared: Transport, timeout_s: float | None) -> Transport:
+    """A transport over the same ranks that the collectives of this replica alone go over."""
+    if not isinstance(shared, TorchDistTransport):
+        return shared.dup(timeout_s)
+    devices = {param.device for param in replica.module.parameters()}
+    if replica._transport_choice is None:
+        return shared.dup(timeout_s, devices).connect()
+    return choose(shared, replica._transport_choice, devices, timeout_s)
+
+
+def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:
+    """Go on over the ranks of another process group; None: of the default one. All of them call it. Nothing that was
+    known of the ranks before is known of them. `compares`: whether their models are alike has to be found out."""
+    group, core = replica._group, replica._core
+    group.move(_own_transport(replica, users_transport(replica, process_group), group.timeout_s))
+    if compares:
+        start_equal.check_same_model(replica, "broadcast")
+    core.follow_group(reduction_of(replica) if core.batch.has_lanes else core.schedule.reduction)
+    replica._gate.begin_anew()
+    if isinstance(core.schedule.observer, ReplicaMonitor):
+        core.schedule.observer.begin_anew()
+
+
+def rejoin(replica: Any) -> None:
+    """Go on over the default group. Every rank that holds the replica must call it, as it does the constructor."""
+    replica._refuse_in_shards("continuing in a new process group")
+    discard_in_flight(replica._core)
+    loop = replica._lane_loop
+    if loop is not None:
+        loop.begin_anew()
+    move(replica, compares=True)
+    monitor = replica._core.schedule.observer
+    if isinstance(monitor, ReplicaMonitor):
+        start_equal.resume_from_one_rank(monitor, replica._core.step_state)
+        if loop is not None:
+            loop.buffers.put_back()
+    else:
+        start_equal.make_equal(replica, "broadcast", with_buffers=True)
+    replica._group_is_gone = False  # not before: who fails on the way, or is stopped again, tries again
+
+
+def join_later(replica: Any) -> None:
+    """A copy is trained for the first time: it gets a group of its own. Every rank that holds it must call it."""
+    move(replica, compares=True)
+    replica._joins_later = False

@@ -1,0 +1,190 @@
+"""What one rank owns of a model under a placement: its blocks of the parameters, gathered after every update.
+
+Every rank updates its blocks and gets those of the others. Until that is done `optimizer.step()` does not return, so
+whoever reads a parameter afterwards, in whatever way, reads the new value.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from paceline.collectives.block_gather import BlockGather
+from paceline.collectives.group import Group
+from paceline.collectives.protocols import Op
+from paceline.errors import UsageError
+from paceline.layout import MIB, BucketCaps, ParamMeta, plan_layout
+from paceline.placement import Ownership, cut_parameters
+from paceline.reducer.shard import Shard, flat_as, flat_of
+from paceline.replica.lane_norm import norm_in_lanes
+from paceline.replica.units import Units
+
+PIECE_BYTES = 16 * MIB  # of parameters that are gathered at a time
+
+
+class OwnedBlocks:
+    """This rank's blocks of the parameters of one replica, and how it gets those of the others."""
+
+    def __init__(self, params: Sequence[nn.Parameter], metas: Sequence[ParamMeta], group: Group, *, cut: bool) -> None:
+        """`cut`: every rank owns a block of each parameter. Else it owns all of them, as the others do too."""
+        for meta in metas if cut else ():
+            _check_can_be_cut(meta)
+        self.cut = cut
+        self.ownership: Ownership = cut_parameters(metas, group.size if cut else 1)
+        self.shards = [
+            Shard(meta.name, param, self.ownership.block(index, group.rank if cut else 0))
+            for index, (meta, param) in enumerate(zip(metas, params, strict=True))
+        ]
+        self._group = group
+        self._by_id = {id(shard.param): shard for shard in self.shards}
+        self._by_id.update((id(shard.value), shard) for shard in self.shards)
+        layout = plan_layout(metas, range(len(metas)), BucketCaps((PIECE_BYTES,)))
+        together = [[slot.param for slot in bucket.slots if slot.numel] for bucket in layout.buckets]
+        self._together = [some for some in together if some]
+        self._gathers: list[BlockGather] = []
+        self._units: Units | None = None
+        self._addresses: list[int] = []  # of the parameters, when the gathers were made
+
+    @property
+    def units(self) -> Units | None:
+        """Where parameters are in shards too: what gathers them."""
+        return self._units
+
+    @units.setter
+    def units(self, units: Units) -> None:
+        self._units = units
+        self._by_id.update((id(shard.front), shard) for shard in self.shards)
+
+    def find(self, param: torch.Tensor) -> Shard | None:
+        """The shard of a parameter, looked up by the parameter or by what an optimizer updates in its place."""
+        return self._by_id.get(id(param))
+
+    def keep_masters(self, dtype: torch.dtype, shards: Iterable[Shard]) -> None:
+        """Have these blocks in a wider type too, which is what an optimizer updates from now on."""
+        for shard in shards:
+            del self._by_id[id(shard.value)]  # another tensor may get that id
+            shard.keep_master(dtype)
+            self._by_id[id(shard.value)] = shard
+
+    def follow_parameters(self) -> None:
+        """Point the values that optimizers update at the memory that parameters have now: it may have been replaced, as
+        by `param.data = ...`."""
+        if self._units is not None:
+            self._units.keep_changes()
+            return
+        addresses = [shard.param.data_ptr() for shard in self.shards]
+        if addresses == self._addresses:
+            return
+        for shard in self.shards:
+            if not shard.has_master:
+                shard.value.data = shard.block
+        if self.cut:
+            self._gathers = [self._gather_of({i: self.shards[i].param for i in some}) for some in self._together]
+        self._addresses = addresses
+
+    def _gather_of(self, tensors: Mapping[int, torch.Tensor]) -> BlockGather:
+        """What gathers tensors that are cut like the parameters of these indices, in their own memory."""
+        flats = {index: flat_of(tensor) for index, tensor in tensors.items()}
+        blocks = [
+            [flat[begin:end] for index, flat in flats.items() for begin, end in [self.ownership.block(index, rank)]]
+            for rank in range(self.ownership.ranks)
+        ]
+        filled = [[block for block in of_rank if block.numel()] for of_rank in blocks]
+        return BlockGather(filled[self._group.rank], filled, direct=True)
+
+    def follow_update(self) -> None:
+        """This rank's blocks have been updated: have those of all ranks in the parameters. All ranks call it."""
+        if self._units is not None:
+            self._units.follow_update()
+        else:
+            for gather, following in zip_longest(self._gathers, self._gathers[1:]):
+                gather.start(self._group)
+                if following is not None:
+                    following.start(self._group)
+                gather.finish(self._group, "the parameters that other ranks have updated")
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, *, in_lanes: bool
+    ) -> torch.Tensor:
+        """Clip the gradients by their norm over all shards of all ranks. Returns that norm. All ranks call it."""
+        if not norm_type > 0:
+            raise UsageError(f"a sharded placement clips by norms of an order above 0, got norm_type={norm_type}")
+        for shard in self.shards:
+            shard.follow_user()
+        grads = {at: shard.value.grad for at, shard in enumerate(self.shards) if shard.value.numel()}
+        own = {at: grad for at, grad in grads.items() if grad is not None}
+        device = self.shards[0].param.device
+        if in_lanes and norm_type != math.inf:
+            total = norm_in_lanes(own, self.ownership, norm_type, self._group, device)
+        else:
+            total = self._norm(get_total_norm(list(own.values()), norm_type).to(device), norm_type)
+        return _clip([self.shards[at].value for at in own], max_norm, norm_type, total, error_if_nonfinite)
+
+    def _norm(self, own: torch.Tensor, norm_type: float) -> torch.Tensor:
+        highest = norm_type == math.inf
+        total = own.double() if highest else own.double() ** norm_type
+        work = self._group.transport.all_reduce(total, Op.MAX if highest else Op.SUM)
+        self._group.wait(work, "the norm of all gradients")
+        return (total if highest else total ** (1 / norm_type)).to(torch.float32)
+
+    def whole(self, shard: Shard, own: torch.Tensor) -> torch.Tensor:
+        """A tensor like the parameter of `shard`, of which every rank has its block. All ranks call it."""
+        whole = torch.empty_like(shard.form, dtype=own.dtype, device=own.device)
+        if not self.cut or not whole.numel():
+            flat_of(whole).copy_(own)
+            return whole
+        index = next(at for at, other in enumerate(self.shards) if other is shard)
+        flat_of(whole)[slice(*shard.span)] = own
+        self._gather_of({index: whole}).finish(self._group, f"the state of {shard.name}")
+        return whole
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for shard in self.shards:
+            shard.drop() if set_to_none else shard.zero()
+
+
+def clip_whole_in_lanes(
+    params: Sequence[nn.Parameter],
+    metas: Sequence[ParamMeta],
+    group: Group,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """As `OwnedBlocks.clip_grad_norm_` does in lanes, where every rank has all gradients."""
+    grads = {at: flat_as(param, param.grad) for at, param in enumerate(params) if param.grad is not None}
+    if norm_type == math.inf:
+        total = get_total_norm(list(grads.values()), norm_type)
+    else:
+        total = norm_in_lanes(grads, cut_parameters(metas, 1), norm_type, group, params[0].device)
+    return _clip(params, max_norm, norm_type, total, error_if_nonfinite)
+
+
+def _clip(
+    params: Sequence[torch.Tensor], max_norm: float, norm_type: float, total: torch.Tensor, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Clip gradients by a norm that is known, as torch does. Returns it."""
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            f"clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            f"`error_if_nonfinite=False`"
+        )
+    clip_grads_with_norm_(params, max_norm, total)
+    return total
+
+
+def _check_can_be_cut(meta: ParamMeta) -> None:
+    if meta.sparse:
+        raise UsageError(
+            f"a sharded placement needs dense gradients, and {meta.name} has sparse ones; set sparse=False, or use "
+            f'placement="ddp"'
+        )
+    if not meta.dense:
+        raise UsageError(
+            f"a sharded placement shards a parameter's memory, but {meta.name} is not stored densely (shape "
+            f'{list(meta.shape)}, strides {list(meta.stride)}); make it contiguous, or use placement="ddp"'
+        )

@@ -1,0 +1,318 @@
+"""Parameters in shards: they are gathered by unit when the unit is needed, and freed afterwards.
+
+    forward    gather 0 ─ run 0 ─ free 0 ─ gather 1 ─ run 1 ─ free 1 …          the next one is fetched while one runs
+    backward   … gather 1 ─ its gradients ─ free 1 ─ gather 0 ─ its gradients ─ free 0
+
+What is in no unit of its own is the root: it is gathered when forward begins, and freed when backward has ended. What a
+unit computes from its parameters has to be in what its forward returns: backward would come to anything else unseen.
+
+Note: how memory comes and goes under autograd
+----------------------------------------------
+Autograd keeps what backward needs: the parameter itself, or views of its storage. So a parameter is freed by taking the
+memory from its storage, and gathered by giving that same storage memory again: whoever holds it finds the values there.
+The values are written through a tensor with a version counter of its own, since for autograd nothing has changed. While
+it is freed, the parameter shows NaN, and the module has a stand-in in its place that raises when it is used.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from paceline.collectives.block_gather import BlockGather
+from paceline.collectives.group import Group
+from paceline.errors import IllegalMove, UnreducedGradients
+from paceline.reducer.autograd import task_id, tensors_in
+from paceline.reducer.shard import Shard, flat_of
+
+FAILED = (
+    'a backward under placement="zero3" has ended with an exception while the other ranks gathered parameters with '
+    "this one, so training cannot go on; restart all ranks from a checkpoint"
+)
+
+Place = tuple[nn.Module, str]  # a module, and the name under which it has a parameter
+
+
+def places_of(module: nn.Module) -> dict[int, list[Place]]:
+    """Where the modules have each parameter, by its id: a shared one is in several places."""
+    found: dict[int, list[Place]] = {}
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None:
+                found.setdefault(id(param), []).append((owner, name))
+    return found
+
+
+class _Whole:
+    """One parameter as a whole, which is there for a time."""
+
+    def __init__(self, shard: Shard, places: Sequence[Place]) -> None:
+        self.shard = shard
+        if shard.param.untyped_storage().nbytes() != shard.param.nbytes:  # not ours to free: others look at it too
+            shard.param.data = shard.param.data.clone()
+        self.full = shard.param.data
+        self._nbytes = self.full.untyped_storage().nbytes()
+        self._places = places
+        self._nan = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device).expand(self.full.shape)
+
+    def free(self) -> None:
+        self._put(self.shard.front, instead_of=self.shard.param)
+        self.full.untyped_storage().resize_(0)
+        self.shard.param.data = self._nan
+
+    def allocate(self) -> None:
+        self._put(self.shard.param, instead_of=self.shard.front)
+        self.full.untyped_storage().resize_(self._nbytes)
+        self.shard.param.data = self.full
+
+    def _put(self, param: Any, *, instead_of: Any) -> None:
+        for module, name in self._places:
+            if module._parameters[name] is not instead_of and module._parameters[name] is not param:
+                raise UnreducedGradients(
+                    f"{self.shard.name} was replaced after wrapping, as load_state_dict(assign=True) does, so it would "
+                    f"not be trained; copy values into the parameter inside `with model.whole():`, or wrap the module "
+                    f"after such a change"
+                )
+            module._parameters[name] = param
+
+
+class Unit:
+    """Some parameters that are gathered and freed together."""
+
+    def __init__(self, name: str, number: int, wholes: Sequence[_Whole], cuts: Sequence[Sequence[int]]) -> None:
+        """`cuts`: of each parameter, one block per rank."""
+        self.name = name
+        self._wholes = list(wholes)
+        self.gathered = True
+        by_type: dict[torch.dtype, list[int]] = {}
+        for at, whole in enumerate(wholes):
+            if not whole.full.numel():
+                continue
+            by_type.setdefault(whole.full.dtype, []).append(at)
+        self._gathers = []
+        for some in by_type.values():
+            flats = [flat_of(wholes[at].full) for at in some]
+            spans = zip(*(pairwise(cuts[at]) for at in some), strict=True)
+            blocks = [
+                [flat[begin:end] for flat, (begin, end) in zip(flats, own, strict=True) if end > begin] for own in spans
+            ]
+            homes = [wholes[at].shard.block for at in some]
+            self._gathers.append(BlockGather([home for home in homes if home.numel()], blocks, tag=number))
+
+    def start(self, group: Group) -> None:
+        """Begin to gather the parameters, unless they are there."""
+        if not self.gathered:
+            for gather in self._gathers:
+                gather.start(group)
+
+    def gather(self, group: Group) -> None:
+        """Have the parameters. All ranks call it, for the same units in the same order."""
+        if self.gathered:
+            return
+        self.start(group)
+        for whole in self._wholes:
+            whole.allocate()
+        self.gathered = True
+        try:
+            with torch.no_grad():
+                for gather in self._gathers:
+                    gather.finish(group, f"the parameters of {self.name}")
+        except BaseException:
+            self.free()  # whoever is interrupted here may try again
+            raise
+
+    def free(self) -> None:
+        if self.gathered:
+            for whole in self._wholes:
+                whole.free()
+        self.gathered = False
+
+    def forget(self, group: Group) -> None:
+        """Free the parameters, and drop what is on its way."""
+        for gather in self._gathers:
+            gather.discard(group)
+        self.free()
+
+    def keep_changes(self) -> None:
+        """Take over what was done to the parameters while they were there."""
+        for whole in self._wholes:
+            if whole.shard.param.data_ptr() != whole.full.data_ptr():  # as `param.data = ...` has done
+                whole.full.copy_(whole.shard.param.data)
+                whole.shard.param.data = whole.full
+            whole.shard.block.copy_(flat_of(whole.full)[slice(*whole.shard.span)])
+
+
+class _Hook:
+    """Calls a function with some arguments. A copy of it, as in a copy of the module that has it, does nothing."""
+
+    def __init__(self, function: Callable[..., None], *first: Any) -> None:
+        self._call = partial(function, *first)
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+class Units:
+    """The units of one replica, and the hooks that gather and free them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        modules: Sequence[nn.Module],
+        units: Sequence[Unit],
+        indices: Sequence[Sequence[int]],
+        group: Group,
+    ) -> None:
+        """`units`: one for each of `modules`, and one more for what is in none of them. `indices`: of their
+        parameters."""
+        self._group = group
+        self.indices = indices
+        self._units = list(units)
+        self._root = units[-1]
+        self._last: list[Unit] = []  # in the order in which the last forward ran them
+        self._running: list[Unit] = []  # the same of the forward that runs
+        self._open = 0  # how many have asked for the whole
+        self._failed = False
+        self._hooks: list[RemovableHandle] = []
+        for owner, unit in [*zip(modules, units[:-1], strict=True), (module, self._root)]:
+            before = _Hook(self._before_forward, unit)
+            self._hooks.append(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._hooks.append(owner.register_forward_hook(_Hook(self._after_forward, unit), always_call=True))
+        self._hooks += [
+            module.register_state_dict_pre_hook(_Hook(self._open_whole)),
+            module.register_state_dict_post_hook(_Hook(self._after_state)),
+            module.register_load_state_dict_pre_hook(_Hook(self._open_whole)),
+            module.register_load_state_dict_post_hook(_Hook(self._close_whole)),
+        ]
+        self.follow_update()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- a step
+
+    def _before_forward(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
+        if self._failed:
+            raise IllegalMove(FAILED)
+        unit.gather(self._group)
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        if tensors and torch.is_grad_enabled() and unit is not self._root:
+            # When these have their gradients, everything in the unit has run backward.
+            register_multi_grad_hook(tensors, lambda _: self._free(unit))
+        if task_id() != -1:
+            return  # computed again inside a backward
+        if unit is self._root:
+            self._last, self._running = self._running, []
+        self._running.append(unit)
+        if len(self._running) < len(self._last):
+            self._last[len(self._running)].start(self._group)
+
+    def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
+        if task_id() != -1:
+            return  # the backward that has computed it again is about to use it
+        tensors = list(tensors_in(output))
+        if not tensors and output is not None and torch.is_grad_enabled():
+            return  # in something that cannot be looked into: backward may come to it unseen, and finds it gathered
+        watched = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        for tensor in watched if torch.is_grad_enabled() else ():
+            tensor.register_hook(partial(self._before_backward, unit))
+        if unit is not self._root or not watched:
+            self._free(unit)
+
+    def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
+        """Backward has come to an output of the unit."""
+        unit.gather(self._group)
+        for earlier, later in pairwise(self._running):
+            if later is unit:
+                earlier.start(self._group)
+
+    def end_backward(self) -> None:
+        """No more gradients will come."""
+        for unit in self._units:
+            self._free(unit)
+
+    def fail(self) -> None:
+        """A backward has ended with an exception. The other ranks wait for gathers that will not come: all must end."""
+        self._failed = True
+        self._group.close()
+        raise IllegalMove(FAILED)
+
+    def follow_update(self) -> None:
+        """The shards have new values, and what was gathered before has not."""
+        for unit in self._units:
+            unit.forget(self._group)
+            if self._open:
+                unit.gather(self._group)
+
+    def _free(self, unit: Unit) -> None:
+        if not self._open:
+            unit.free()
+
+    # ---- as a whole
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have all parameters, and keep what is done to them. All ranks enter it."""
+        self._open_whole()
+        try:
+            yield
+        finally:
+            self._close_whole()
+
+    def _open_whole(self, *_: Any) -> None:
+        for unit in self._units:
+            unit.gather(self._group)
+        self._open += 1
+
+    def _close_whole(self, *_: Any) -> None:
+        self.keep_changes()
+        self._open -= 1
+        for unit in self._units:
+            self._free(unit)
+
+    def keep_changes(self) -> None:
+        """Take over what was done to parameters that someone has asked to have as a whole."""
+        if self._open:
+            with torch.no_grad():
+                for unit in self._units:
+                    unit.keep_changes()
+
+    def _after_state(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """The memory of parameters is about to be freed: what was read from them becomes a copy."""
+        for key, value in state.items():
+            if key.startswith(prefix) and isinstance(value, torch.Tensor):
+                state[key] = value.clone()
+        self._close_whole()
+
+
+def make_units(
+    module: nn.Module,
+    modules: Sequence[nn.Module],
+    indices: Sequence[Sequence[int]],
+    shards: Sequence[Shard],
+    cuts: Sequence[Sequence[int]],
+    group: Group,
+) -> Units:
+    """`indices`: of the parameters of each of `modules`, and last of those in none of them."""
+    places = places_of(module)
+    names = {id(owner): name for name, owner in module.named_modules()}
+    units = []
+    for number, some in enumerate(indices):
+        name = names[id(modules[number])] if number < len(modules) else "the root of the model"
+        wholes = [_Whole(shards[index], places[id(shards[index].param)]) for index in some]
+        units.append(Unit(name, number, wholes, [cuts[index] for index in some]))
+    return Units(module, modules, units, indices, group)

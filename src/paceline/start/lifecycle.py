@@ -1,0 +1,191 @@
+"""`init`, `shutdown` and `get`: all they know is read from torch.distributed and the environment."""
+
+import math
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.peers import post_end
+from paceline.errors import IllegalMove, UsageError, WorldNotFormed
+from paceline.progress import own_progress
+from paceline.start.rendezvous import rendezvous
+from paceline.world import World
+
+LEAVE_S = 2.0  # how long rank 0 waits for the others to leave
+NAMES = ("ws", "rank", "grank", "lrank", "pg")
+
+
+def init(
+    *,
+    backend: str | None = None,
+    timeout: float = 30.0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    device: torch.device | str | None = None,
+) -> World:
+    """Form the world and return this process's place in it.
+
+    Everything is read from the launcher's environment; an argument wins over a variable. With no launcher it is a
+    world of one. The device is CUDA device number `local_rank` where there is one (it is made the current device),
+    else the CPU; the backend is gloo for CPU tensors and, on a CUDA device, NCCL for CUDA tensors.
+
+    Raises `WorldNotFormed` with the missing ranks when some do not arrive within `timeout` seconds. Calling it again
+    returns the world that is already there.
+    """
+    _check_arguments(backend, timeout)
+    formed = dist.is_initialized()
+    if formed:
+        _refuse_contradiction(rank, world_size, backend)
+        world = _formed_world(local_rank)
+    else:
+        world = World.from_env(
+            rank=rank, world_size=world_size, local_rank=local_rank, master_addr=master_addr, master_port=master_port
+        )
+    chosen = world.device if device is None else _device(device)
+    if not formed:
+        # All that can be refused has been: from here on others may wait for this rank.
+        _form(world, backend or _default_backend(chosen), timeout, chosen)
+        own_progress().note_end(lambda: not dist.is_initialized())
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return replace(world, device_name=str(chosen))
+
+
+def shutdown() -> None:
+    """Leave the world: destroy all process groups. Does nothing when there are none."""
+    if dist.is_initialized():
+        _leave_store()
+        dist.destroy_process_group()
+
+
+def _leave_store() -> None:
+    """Have rank 0, whose process holds the store, leave last: others may still read there that it reached a barrier."""
+    store = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + LEAVE_S
+    try:
+        post_end(store, dist.get_rank(), dist.get_world_size())
+        left = store.add("paceline left", 1)
+        while dist.get_rank() == 0 and left < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.002)
+            left = store.add("paceline left", 0)
+    except (RuntimeError, ValueError):  # the store is gone already, or is one that cannot count: nobody waits there
+        return
+
+
+def get(name: str, group: dist.ProcessGroup | None = None) -> "int | dist.ProcessGroup":
+    """Answer one question about the world by its short name.
+
+    `"ws"` world size, `"rank"` rank, `"grank"` global rank, `"lrank"` rank on this machine, `"pg"` the process group.
+    `group` asks about a group other than the default one. Before `init`, the environment answers all but `"pg"`.
+    """
+    if name not in NAMES:
+        raise UsageError(f"get({name!r}) is not known: expected one of {', '.join(map(repr, NAMES))}")
+    if not dist.is_initialized():
+        if name == "pg" or group is not None:
+            raise IllegalMove(f"get({name!r}) needs a process group and there is none: call paceline.init() first")
+        world = World.from_env()
+        return {"ws": world.size, "rank": world.rank, "grank": world.rank, "lrank": world.local_rank}[name]
+    if name == "ws":
+        return dist.get_world_size(group)
+    if name == "rank":
+        return dist.get_rank(group)
+    if name == "grank":
+        return dist.get_rank()
+    if name == "lrank":
+        return _formed_world().local_rank
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed says that it is initialised"
+    return default if group is None else group
+
+
+def _check_arguments(backend: str | None, timeout: float) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not math.isfinite(timeout) or timeout <= 0:
+        raise UsageError(f"timeout must be a number of seconds above 0, got {timeout!r}")
+    if backend is None:
+        return
+    known = sorted(dist.Backend.backend_list)
+    for part in str(backend).lower().split(","):
+        if part.rpartition(":")[2] not in known:
+            raise UsageError(f"backend={backend!r} is not known: expected one of {', '.join(known)}, or device:backend")
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={device!r} is not a device: expected for instance 'cpu' or 'cuda:0'") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device={device!r} was asked for, but torch sees no CUDA device here; expected 'cpu' or None")
+    return chosen
+
+
+def _default_backend(device: torch.device) -> str:
+    """A rank that was told to stay on the CPU needs no NCCL, which does not allow two ranks on one GPU."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+
+def _form(world: World, backend: str, timeout: float, device: torch.device) -> None:
+    started = time.monotonic()
+    store = rendezvous(world, timeout)
+    # gloo connects inside the constructor and cannot be interrupted there; a rank that dies after it announced itself
+    # must not hold the others longer than they were told to wait.
+    left = max(1.0, timeout - (time.monotonic() - started))
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=left),
+            # NCCL then connects here, where a failure is told as one, and not inside the first backward.
+            device_id=device if device.type == "cuda" and "nccl" in backend else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        _forget_failed_group()
+        raise WorldNotFormed(
+            f"rank {world.rank}: all {world.size} ranks arrived, but the {backend!r} group could not connect "
+            f"within {left:.0f} s: {error}; check whether a rank died meanwhile, and whether ranks can reach each other"
+        ) from error
+    use_default_timeout(backend)
+
+
+def _forget_failed_group() -> None:
+    # torch counts a group that failed, and names the next one by the count: this rank would never again find ranks
+    # that counted otherwise. Destroying a default group, even of one rank, starts the count anew.
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+def use_default_timeout(backend: str) -> None:
+    """Give the collectives of a group torch's default timeout, once it is formed with a timeout of its own."""
+    c10d = dist.distributed_c10d
+    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # public in newer torch
+    if "gloo" in backend or "nccl" in backend:
+        set_timeout(c10d._get_default_timeout(dist.Backend(backend)))
+
+
+def _formed_world(local_rank: int | None = None) -> World:
+    """The world of the process group that exists, whoever formed it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World.from_env(local_rank=local_rank)
+    if (world.rank, world.size) != (rank, size):
+        world = replace(World.from_env(rank=rank, world_size=size, local_rank=local_rank), source="torch.distributed")
+    return world
+
+
+def _refuse_contradiction(rank: int | None, world_size: int | None, backend: str | None) -> None:
+    there = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "backend": dist.get_backend_config()}
+    config = None if backend is None else repr(dist.BackendConfig(dist.Backend(backend)))
+    for name, asked in (("rank", rank), ("world_size", world_size), ("backend", config)):
+        if asked is not None and asked != there[name]:
+            raise UsageError(
+                f"the world is already formed with {name}={there[name]!r}, got {name}={asked!r}; "
+                f"call paceline.shutdown() before forming another"
+            )

@@ -1,0 +1,63 @@
+"""A reduction in which every rank combines one slice of the bucket and gives the result to all: the bytes of a ring.
+
+The order in which parts are combined is then that of the rank that combines them, not that of the transport.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+
+import torch
+from torch.nn.functional import pad
+
+from paceline.collectives.protocols import Transport, Work
+from paceline.collectives.torch_work import SpareMemory
+from paceline.strategies.multi_step import Steps
+
+PIECE_BYTES = 8 << 20
+
+# Combines the slices of all ranks: element k has a row for each rank, its slice of the k-th tensor that it has sent.
+Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+def reduce_by_slices(
+    flat: torch.Tensor, sent: Sequence[torch.Tensor], combine: Combine, transport: Transport, spare: SpareMemory
+) -> Steps:
+    """Combine the tensors in `sent` of all ranks, equally many on each, and leave the result in `flat`."""
+    size = transport.size
+    body = flat.numel() // size * size
+    over = flat.numel() - body
+    rest = flat.new_empty(size)
+    if over:  # fewer elements than there are ranks
+        ends = [pad(part[body:], (0, size - over)) for part in sent]
+        own = yield from _own_slice(ends, combine, transport, spare)
+        yield transport.all_gather(rest, own)
+    for piece in _pieces(body, flat, size):
+        own = yield from _own_slice([part[piece] for part in sent], combine, transport, spare)
+        yield transport.all_gather(flat[piece], own)
+    if over:
+        flat[body:] = rest[:over]
+
+
+def _pieces(body: int, flat: torch.Tensor, size: int) -> Iterator[slice]:
+    """On a host, pieces: what is received needs memory beside the bucket, and so little of it. Each is a multiple of
+    the number of ranks."""
+    most = body if flat.device.type != "cpu" else max(size, PIECE_BYTES // flat.element_size() // size * size)
+    return (slice(begin, min(begin + most, body)) for begin in range(0, body, max(1, most)))
+
+
+def _own_slice(
+    sent: Sequence[torch.Tensor], combine: Combine, transport: Transport, spare: SpareMemory
+) -> Generator[Work, None, torch.Tensor]:
+    """The slice of the result that this rank makes."""
+    received, lent = [], []
+    for part in sent:
+        if part.device.type == "cpu":
+            lent.append(spare.take(part.numel(), part.dtype))
+            slices = lent[-1][: part.numel()]
+        else:
+            slices = torch.empty_like(part)
+        yield transport.all_to_all(slices, part)
+        received.append(slices.view(transport.size, -1))
+    result = combine(received)
+    for memory in lent:
+        spare.give_back(memory)
+    return result

@@ -1,0 +1,103 @@
+"""All that a rank holds while it trains, what of it goes into a checkpoint, and how a run resumes from one."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.errors import ReplicaDrift, UsageError
+from paceline.rank_report import report
+from paceline.train.checks import Checks
+from paceline.train.config import TrainConfig
+from paceline.train.metrics import RunMetrics
+from paceline.train.model import GPT
+from paceline.train.optimizer import jump_at
+from paceline.train.run_folder import RunFolder
+from paceline.train.samples import Text
+
+
+@dataclass
+class Run:
+    """One rank of one run. `step` and what follows it change; the rest changes inside."""
+
+    config: TrainConfig
+    folder: RunFolder
+    world: paceline.World
+    text: Text
+    net: GPT
+    model: Any  # the net in paceline's class, compiled or not
+    optimizer: torch.optim.Optimizer
+    loader: "paceline.Loader[Any]"  # of microbatches, or with lanes of lists of them
+    checkpoints: paceline.Checkpointer
+    metrics: RunMetrics
+    checks: Checks
+    step: int = 0
+    saved_at: int | None = None
+    resumed_from: int | None = None
+    redone: int = 0  # steps that an earlier attempt had made after the checkpoint
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+
+def save(run: Run) -> None:
+    """All ranks call it after the same step. Raises ReplicaDrift, and saves nothing, if their states differ."""
+    try:
+        saved = run.checkpoints.save(
+            run.step,
+            model=run.model,
+            optimizer=run.optimizer,
+            loader=run.loader,
+            tokenizer=run.text.tokenizer.digest(),
+        )
+    except ReplicaDrift as error:
+        if run.config.on_drift == "raise" or run.step == run.config.steps:
+            raise
+        report("trouble", text=f"step {run.step:5d}   checkpoint NOT saved: {error}")  # it is healed in a later step
+        return
+    run.saved_at = run.step
+    run.metrics.blocked.append(saved.blocked_s)
+    report("saved", step=run.step, blocked_s=saved.blocked_s, problem=str(saved.problem) if saved.problem else "")
+
+
+def resume(run: Run) -> None:
+    """Load the newest checkpoint that ranks have compared, or the one that was asked for, if there is one."""
+    config = run.config
+    # --resume is for the first attempt; a restart goes on from what this run has saved.
+    asked = "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else config.resume
+    if asked == "never":
+        return
+    wanted = "compared" if asked == "auto" else _checkpoints_in(Path(asked))
+    try:
+        found = run.checkpoints.load(wanted, model=run.model, optimizer=run.optimizer, loader=run.loader)
+    except paceline.NoCheckpoint as error:
+        if error.skipped or asked != "auto":
+            raise
+        _forget_after(run, 0)
+        return
+    if found.more["tokenizer"] != run.text.tokenizer.digest():
+        raise UsageError(
+            f"the checkpoint of step {found.step} was made with another tokenizer than tokenizer={config.tokenizer!r} "
+            f"makes now; resume with the tokenizer and the data of that run"
+        )
+    run.step = run.saved_at = run.resumed_from = found.step
+    _forget_after(run, found.step)
+    skipped = [str(one) for one in found.skipped]
+    jump = jump_at(found.step, run.optimizer, config) if found.step < config.steps else None
+    report("resumed", step=found.step, redone=run.redone, skipped=skipped, jump=jump)
+
+
+def _checkpoints_in(path: Path) -> Path:
+    """`path` is a checkpoint or a folder of them; the folder of a run has them in its `checkpoints`."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _forget_after(run: Run, step: int) -> None:
+    """Steps that are repeated write their metrics again."""
+    if run.world.rank == 0:
+        run.redone = run.folder.cut_metrics(step)
+    paceline.barrier()

@@ -1,0 +1,95 @@
+"""Loading: verified in parts by the ranks, and then read into the tensors that are there, in bounded memory."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.checkpoint import Checkpointer, NoCheckpoint, digest
+from paceline.stored.directory import CHUNK
+from tests.pool import Pool
+
+MIB = 1 << 20
+
+
+def run(seed: int, width: int = 1024) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer with state, of 12 bytes per parameter."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(16)])
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(rank: int, size: int, directory: str, width: int) -> str:
+    model, optimizer = run(0, width)
+    with Checkpointer(directory, asynchronous=False) as checkpointer:
+        assert checkpointer.save(1, model=model, optimizer=optimizer).problem is None
+    return digest(model, optimizer, 1)
+
+
+def own_memory() -> int:
+    """Bytes of this process that are in no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
+
+
+def load_and_watch(rank: int, size: int, directory: str) -> tuple[str, int, bool]:
+    model, optimizer = run(1)
+    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    places = [tensor.data_ptr() for tensor in tensors]
+    checkpointer = Checkpointer(directory)
+    before = own_memory()
+    peak, done = before, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            peak = max(peak, own_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    checkpointer.load(model=model, optimizer=optimizer)
+    done.set()
+    watcher.join()
+    now = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    return digest(model, optimizer, 1), peak - before, [tensor.data_ptr() for tensor in now] == places
+
+
+def test_a_load_fills_the_tensors_that_are_there_and_needs_little_memory(procs: Pool, tmp_path: Path) -> None:
+    expected = procs(2).run(save, str(tmp_path), 1024)[0]
+    assert (tmp_path / "step-00000001" / "state.safetensors").stat().st_size > 128 * MIB
+    for told, above, in_place in procs(2).run(load_and_watch, str(tmp_path)):
+        assert told == expected and in_place
+        assert above < 64 * MIB, f"{above / MIB:.0f} MiB"
+
+
+def load_damaged(rank: int, size: int, directories: list[str]) -> tuple[str, bool]:
+    model, optimizer = run(1, 512)
+    before = digest(model, optimizer, 0)
+    with pytest.raises(NoCheckpoint) as refused:
+        Checkpointer(directories[rank]).load(model=model, optimizer=optimizer)
+    return str(refused.value), digest(model, optimizer, 0) == before
+
+
+@pytest.mark.parametrize("at", [100, -100], ids=["in rank 0's part", "in rank 1's part"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_damage_that_one_rank_finds_keeps_all_from_loading(procs: Pool, tmp_path: Path, at: int, shared: bool) -> None:
+    procs(2).run(save, str(tmp_path / "a"), 512)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    file = tmp_path / "a" / "step-00000001" / "state.safetensors"
+    raw = bytearray(file.read_bytes())
+    assert len(raw) > 4 * CHUNK
+    raw[at] ^= 1
+    file.write_bytes(raw)
+    results = procs(2).run(load_damaged, [str(tmp_path / name) for name in ("aa" if shared else "ab")])
+    for text, untouched in results:
+        assert untouched
+        assert "(rank 0): bytes " in text and "of state.safetensors have changed: the SHA-256 is" in text
+        assert "(rank 1): bytes " in text if shared else "(rank 1): rank 0 has no intact copy of it" in text
