@@ -225,7 +225,7 @@ def aborted(rank: int, size: int, fused: bool) -> None:
     changed = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert changed == (rank == 0 and not fused), "a fused optimizer is stopped on the device"
     said = "no rank applied the update" if fused else "lacked the gradients of that rank"
-    said = "the others have been told" if rank == 1 else said
+    said = "the other ranks learned about reduction" if rank == 1 else said
     with pytest.raises(paceline.errors.BackwardAborted, match=said):
         step()
 

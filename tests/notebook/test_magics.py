@@ -253,7 +253,7 @@ def test_a_replica_trains_on_after_stop(notebook: Notebook, transport: str) -> N
     )
     found = notebook.run("print('training')\nwhile True:" + TRAIN.replace("\n", "\n    "), stop_at="training")
     assert not found.ok
-    shown = notebook.good(TRAIN).shown
+    shown = notebook.good("import time\ntime.sleep(0.2)" + TRAIN).shown  # a cell of a few milliseconds has no panel
     assert any("forward" in str(one.get("text/plain")) for one in shown), "the panel"
     notebook.good("weights = [p.detach() for p in model.parameters()]")
     notebook.good("weights = %dist_pull weights -r all")
