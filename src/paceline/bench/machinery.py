@@ -18,7 +18,10 @@ from paceline.memory_plan.numbers import show_count
 from paceline.option import check_fields, option
 
 TASK = "paceline.bench.tasks.timed_bursts:MachineryTask"
-MACHINERY = {name: CONTENDERS[name] for name in ("bare", "torch", "paceline", "no-agreement")}
+MACHINERY = {
+    name: CONTENDERS[name]
+    for name in ("bare", "torch", "paceline", "no-agreement", "zero1", "zero2", "zero3", "fsdp2")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
