@@ -19,8 +19,7 @@ from paceline.option import check_fields, option
 
 TASK = "paceline.bench.tasks.timed_bursts:MachineryTask"
 MACHINERY = {
-    name: CONTENDERS[name]
-    for name in ("bare", "torch", "paceline", "no-agreement", "zero1", "zero2", "zero3", "fsdp2")
+    name: CONTENDERS[name] for name in ("bare", "torch", "paceline", "no-agreement", "zero1", "zero2", "zero3", "fsdp2")
 }
 
 

@@ -83,6 +83,8 @@ class Traits:
     on."""
     all_to_all: bool = False
     """`all_to_all` works. Not every process group can do it."""
+    reduce_scatter: bool = False
+    """It is a `ScatteringTransport` for these tensors."""
     sharded: bool = False
     """It is a `ShardedTransport` for these tensors."""
 
@@ -160,6 +162,14 @@ class ShardedTransport(Transport, Protocol):
         self, own: Sequence[torch.Tensor], blocks: Sequence[Sequence[torch.Tensor]], tag: int
     ) -> "Gather":
         """Bring the flat blocks `own`, and have those of rank r in `blocks[r]`."""
+        ...
+
+
+class ScatteringTransport(Transport, Protocol):
+    """A transport whose backend reduces and scatters by itself."""
+
+    def reduce_scatter_tensor(self, out: torch.Tensor, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
+        """Cut `flat` into one equal part per rank and have this rank's part, combined over all ranks, in `out`."""
         ...
 
 

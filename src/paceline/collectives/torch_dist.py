@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from paceline.collectives.group import finish
 from paceline.collectives.own_group import abort_own_group, backend_name, duplicate, leave_own_group
@@ -166,6 +172,16 @@ class TorchDistTransport:
             raw = self._carrier.alltoall_base(_real(out.view(-1)), _real(flat.reshape(-1)), [], [], AllToAllOptions())
         return self._begun(raw, call, out, 1)
 
+    def reduce_scatter_tensor(self, out: torch.Tensor, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
+        check_reducible(flat, op)
+        options = ReduceScatterOptions()
+        all_options, divides = reduce_options(op, self._route(flat.device).backend)
+        options.reduceOp = all_options.reduceOp
+        call = CollectiveCall.of("reduce_scatter", flat, op.value)
+        with self._naming_the_lost(call):
+            raw = self._carrier._reduce_scatter_base(_real(out), _real(flat), options)
+        return self._begun(raw, call, out, self.size if divides else 1)
+
     def _begun(
         self,
         raw: Any,
@@ -241,6 +257,7 @@ class TorchDistTransport:
             tree_sum=self.size == 1 or (self.size == 2 and backend in _ADDS_PLAINLY),
             stream_ordered=not on_host and backend != "gloo",
             all_to_all=True,
+            reduce_scatter=device.type == "cuda" and backend == "nccl",
         )
         detour = DeviceStaging(weakref.proxy(self)) if on_host and backend in ("", "nccl") else None
         return _Route(traits, backend, detour, gathers_by_copies=on_host and backend == "gloo")
