@@ -46,8 +46,9 @@ class BlockGather:
             return
         sent = self._like.new_empty(self._width)
         if self._own:
-            torch.cat(self._own, out=sent[: sum(self._sizes[group.rank])])
-        sent[-1] = self._tag
+            sizes = self._sizes[group.rank]
+            torch._foreach_copy_(list(sent[: sum(sizes)].split(sizes)), self._own)
+        sent[-1:].fill_(self._tag)  # an assignment would copy it from the host, and wait
         rows = self._like.new_empty(group.size, self._width)
         self._flight = group.transport.all_gather(rows.view(-1), sent), rows
 
