@@ -265,3 +265,26 @@ def not_finite(rank: int, size: int, mode: str, fused: bool) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_update_on_gradients_that_are_not_finite_is_not_made(nccl: Nccl, size: int, mode: str, fused: bool) -> None:
     nccl(not_finite, size, mode, fused)
+
+
+def let_go_of(rank: int, size: int) -> None:
+    """The device comes to the last update only after the replica is gone."""
+    torch.manual_seed(0)
+    results = []
+    for sleeps in (False, True):
+        torch.manual_seed(1)
+        model = paceline.DistributedDataParallel(nn.Linear(512, 512).cuda(), placement="zero1")
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+        net = model.module
+        model(torch.ones(4, 512, device="cuda")).square().mean().backward()
+        if sleeps and rank == 0:
+            torch.cuda._sleep(SECOND)
+        optimizer.step()
+        del model, optimizer
+        results.append(net.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+@pytest.mark.timeout(180)
+def test_what_a_replica_has_queued_is_computed_after_it_is_gone(nccl: Nccl) -> None:
+    nccl(let_go_of, 2)

@@ -19,8 +19,9 @@ logger = logging.getLogger("paceline")
 
 # Which of torch's backends can be made here, and for which kind of device.
 _KINDS = {"gloo": "cpu", "nccl": "cuda"}
-# A device may be some collectives behind its host; one whose peer is gone never gets there.
-BEHIND_S = 2.0
+# A device may be some steps behind its host; one whose peer is gone never gets there, until `collectives.watcher` has
+# seen to it.
+BEHIND_S = 10.0
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a communicator's group is made
 
 
@@ -147,13 +148,15 @@ def leave_own_group(own: dist.ProcessGroup, last: Sequence[Any]) -> None:
     """Give up a group that `form_own_group` has made. `last` are the newest works that were started in it.
 
     gloo's connections end with the group. NCCL's communicators are aborted there too, with a warning of torch that
-    nobody destroyed them, and with whatever collective is still under way: so that is waited for, a moment.
+    nobody destroyed them, and with whatever collective is still under way. So the device is waited for: whoever has let
+    go of a replica may still use what it has computed, which is ordered after collectives that have yet to run.
     """
     backend = _nccl_of(own)
     if backend is None or torch.cuda.is_current_stream_capturing():
         return
+    queued = torch.cuda.current_stream().record_event()
     until = time.monotonic() + BEHIND_S
-    while not all(work.is_completed() for work in last) and time.monotonic() < until:
+    while not (queued.query() and all(work.is_completed() for work in last)) and time.monotonic() < until:
         time.sleep(0.001)
     backend.abort()
 
