@@ -49,12 +49,12 @@ def test_what_is_loaded_stays_and_what_is_imported_later_is_the_other_ones(other
     code = """
 import sys
 from paceline.bench.checkout import import_from
-from paceline.bench.machinery import MachinerySpec
+from paceline.bench.series import AccumulateSpec
 
 import_from(sys.argv[1])
 import paceline
 print(paceline.Agreement)
-print(MachinerySpec().step().ranks)
+print(AccumulateSpec(ranks=1).at(1).ranks)
 try:
     import paceline.errors
 except ImportError:

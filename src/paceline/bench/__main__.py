@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from paceline.bench.command import add_options, run_plain
-from paceline.bench.commands import COMMANDS, MOVED
+from paceline.bench.commands import COMMANDS
 
 
 def main(arguments: list[str]) -> int:
@@ -12,8 +12,6 @@ def main(arguments: list[str]) -> int:
     kinds = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS.values():
         add_options(kinds.add_parser(command.name, help=command.about, description=command.about), command)
-    if arguments and arguments[0] in MOVED:
-        parser.error(MOVED[arguments[0]])
     options = vars(parser.parse_args(arguments))
     return run_plain(COMMANDS[options.pop("command")], options)
 

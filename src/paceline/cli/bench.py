@@ -8,10 +8,9 @@ import typer
 from rich.console import Console
 
 from paceline.bench.command import FILES, Command, conduct, exit_code
-from paceline.bench.commands import COMMANDS, MOVED
+from paceline.bench.commands import COMMANDS
 from paceline.bench.tables import render
 from paceline.cli.options import PlainCommand, PlainGroup, command_for
-from paceline.errors import UsageError
 
 
 def build_bench() -> typer.Typer:
@@ -25,19 +24,12 @@ def build_bench() -> typer.Typer:
     for command in COMMANDS.values():
         described = command_for(command.spec, command.about, partial(_run, command), **files)
         app.command(command.name, cls=PlainCommand)(described)
-    for name in MOVED:
-        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-        app.command(name, hidden=True, context_settings=settings)(_moved)
     return app
 
 
 def _step_by_default(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         _run(COMMANDS["step"], {})
-
-
-def _moved(context: typer.Context) -> None:
-    raise UsageError(MOVED[str(context.info_name)])
 
 
 def _run(command: Command, settings: dict[str, Any], json: Path | None = None, png: Path | None = None) -> None:
