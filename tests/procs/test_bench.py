@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -187,23 +188,6 @@ def test_a_worker_ends_when_its_conductor_hangs_up(tmp_path: Path) -> None:
             assert worker.wait(10.0) == 1
 
 
-def test_a_busy_worker_ends_too(tmp_path: Path) -> None:
-    code = (
-        "import socket, sys, time; from paceline.bench.worker import exit_when_closed\n"
-        "connection = socket.socket(fileno=int(sys.argv[1])); exit_when_closed(connection.fileno())\n"
-        "connection.send(b'x')\n"
-        "while True: time.sleep(60)"
-    )
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        command = [sys.executable, "-c", code, str(theirs.fileno())]
-        with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as worker:
-            assert ours.recv(1) == b"x"
-            theirs.close()
-            ours.close()
-            assert worker.wait(10.0) == 1
-
-
 def test_ctrl_c_ends_everything_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline.bench", "step", "--model", "gpt-tiny", "--ranks", "1"]
     command += ["--contenders", "floor", "--steps", "1000000"]
@@ -218,6 +202,28 @@ def test_ctrl_c_ends_everything_and_leaves_nothing(tmp_path: Path) -> None:
         assert process.wait(20.0) == 130
     assert not Path(f"/proc/{worker}").exists(), "the conductor has waited for it"
     assert not list(tmp_path.glob("paceline-*"))
+
+
+def test_no_worker_outlives_a_conductor_that_is_killed() -> None:
+    command = [sys.executable, "-m", "paceline.bench", "step", "--model", "gpt-tiny", "--ranks", "2"]
+    command += ["--contenders", "torch", "--steps", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any(line.startswith("round 1 ") for line in process.stderr)
+        workers = descendants(process.pid)
+        assert len(workers) >= 2
+        process.kill()
+    deadline = time.monotonic() + 10.0
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "workers are left"
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one, in which any thread may have started them."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return children + [one for child in children for one in descendants(child)]
 
 
 def test_the_default_is_the_step_comparison() -> None:

@@ -1,8 +1,8 @@
 """The rank processes of one contender, as the conductor holds them."""
 
+import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.contenders import ContenderName
+from paceline.launch.rank_processes import RankExited, RankProcesses
+from paceline.process_status import signal_name
 
 TAIL_LINES = 5
 LINE_LENGTH = 200
@@ -44,60 +46,58 @@ class ContenderFailed(Exception):
 
 
 class ContenderProcesses:
-    """The processes of one contender. Only these process ids are ever signalled."""
+    """The processes of one contender. None of them outlives `end`, or the conductor."""
 
     def __init__(self, order: Order, folder: Path, number: int, address: str) -> None:
         self.order = order
         self.connections: dict[int, Connection] = {}  # by rank
         self._logs = [folder / f"{number}-{rank}.log" for rank in range(order.size)]
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._exits: list[RankExited] = []  # the first one first
+        worker = (sys.executable, "-m", "paceline.bench.worker", address, order.label)
+        if order.mpiexec:
+            mpiexec = shutil.which("mpiexec", path=_search_path())
+            if mpiexec is None:
+                raise ContenderFailed("mpiexec was not found; pip install mpich")
+            commands = [(mpiexec, "-n", str(order.size), *worker, "mpi")]
+        else:
+            commands = [(*worker, str(rank)) for rank in range(order.size)]
+        self._processes = RankProcesses(streams=subprocess.DEVNULL)
         try:
-            self._start(address)
+            for rank, command in enumerate(commands):
+                with self._logs[rank].open("wb") as log:
+                    self._processes.start(rank, command, self._environment(rank), out=log.fileno(), err=log.fileno())
         except BaseException:
             self.end()
             raise
 
-    def _start(self, address: str) -> None:
-        worker = [sys.executable, "-m", "paceline.bench.worker", address, self.order.label]
-        if self.order.mpiexec:
-            mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-            if mpiexec is None:
-                raise ContenderFailed("mpiexec was not found; pip install mpich")
-            self._spawn([mpiexec, "-n", str(self.order.size), *worker, "mpi"], self._logs[0], {})
-            return
-        size = self.order.size
-        for rank, log in enumerate(self._logs):
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            self._spawn([*worker, str(rank)], log, {name: str(value) for name, value in world.items()})
-
-    def _spawn(self, command: list[str], log: Path, world: dict[str, str]) -> None:
-        threads = str(self.order.threads)
-        environment = os.environ | world
-        environment |= {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TF_CPP_MIN_LOG_LEVEL": "2"}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    def _environment(self, rank: int) -> dict[str, str]:
+        threads, size = str(self.order.threads), str(self.order.size)
+        found = {**os.environ, "PATH": _search_path(), "PYTHONUNBUFFERED": "1"}
+        found |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+        found |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TF_CPP_MIN_LOG_LEVEL": "2"}
+        if not self.order.mpiexec:
+            found |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         if self.order.device == "cpu":
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-        with log.open("wb") as file:
-            # In a session of its own: Ctrl-C interrupts the conductor alone, which then ends its workers.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-        self._processes.append(process)
+            found |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+        return found
 
     @property
     def connected(self) -> bool:
         return len(self.connections) == self.order.size
 
     def check_alive(self) -> None:
-        for process in self._processes:
-            if process.poll() is not None:
-                raise self.failure(_describe_exit(process.returncode))
+        if exits := self._exited(within_s=0.0):
+            raise self.failure(_describe_exit(exits[0]))
+
+    def _exited(self, within_s: float) -> list[RankExited]:
+        """How processes have exited, as soon as all have or the time is over."""
+        deadline = time.monotonic() + within_s
+        while True:
+            self._exits += [event for event in self._processes.events() if isinstance(event, RankExited)]
+            left_s = deadline - time.monotonic()
+            if not self._processes.living or left_s <= 0:
+                return self._exits
+            wait([self._processes], left_s)
 
     def send(self, message: Any) -> None:
         """Send `message` to every rank."""
@@ -137,10 +137,8 @@ class ContenderProcesses:
         try:
             kind, content = connection.recv()
         except (EOFError, OSError) as error:
-            for process in self._processes:
-                _wait(process, 1.0)
-            codes = [process.returncode for process in self._processes if process.returncode is not None]
-            raise self.failure(_describe_exit(codes[0]) if codes else "a rank closed its connection") from error
+            exits = self._exited(within_s=1.0)
+            raise self.failure(_describe_exit(exits[0]) if exits else "a rank closed its connection") from error
         return kind, content
 
     def failure(self, message: str) -> ContenderFailed:
@@ -150,37 +148,30 @@ class ContenderProcesses:
         return ContenderFailed(message, "\n".join(longest.splitlines()[-TAIL_LINES:]))
 
     def end(self, *, graceful: bool = False) -> None:
-        """End every process: by a request if `graceful`, then by closing its connection, then by signals."""
+        """End every process, by a request first if `graceful`."""
         if graceful and self.connected:
-            try:
+            with contextlib.suppress(ContenderFailed):
                 self.send(("close",))
                 self.receive(5.0)
-            except ContenderFailed:
-                graceful = False
+                self._exited(within_s=3.0)
+        self._processes.close()
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
-        for process in self._processes:
-            if not _wait(process, 3.0 if graceful else 0.5):
-                process.send_signal(signal.SIGTERM)
-            if not _wait(process, 2.0):
-                process.kill()
-                process.wait()
 
 
 def _shortened(line: str) -> str:
     return line if len(line) <= LINE_LENGTH else line[: LINE_LENGTH - 1] + "…"
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def _search_path() -> str:
+    """With the programs of this environment, also where it is not active."""
+    return f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
 
 
-def _describe_exit(code: int) -> str:
-    if code < 0:
-        return f"a rank was killed by {signal.Signals(-code).name}"
-    return f"a rank exited with status {code}"
+def _describe_exit(end: RankExited) -> str:
+    if end.never:
+        return f"a rank could not be started: {end.never}"
+    if end.killed_by:
+        return f"a rank was killed by {signal_name(end.killed_by)}"
+    return f"a rank exited with status {end.code}"

@@ -4,9 +4,7 @@ It connects to the conductor, carries out its requests, and ends when the conduc
 """
 
 import os
-import select
 import sys
-import threading
 import traceback
 from multiprocessing.connection import Client, Connection
 from typing import Any
@@ -52,26 +50,10 @@ def serve(connection: Connection, rank: int) -> None:
             return
 
 
-def exit_when_closed(descriptor: int) -> None:
-    """End this process as soon as the other side of the socket is closed, whatever it is doing.
-
-    The kernel closes the conductor's sockets however it ends, so no worker outlives it.
-    """
-    poll = select.poll()
-    poll.register(descriptor, select.POLLRDHUP)
-
-    def watch() -> None:
-        poll.poll()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="conductor-watch", daemon=True).start()
-
-
 def main(arguments: list[str]) -> None:
     address, label, rank_text = arguments
     rank = int(os.environ["PMI_RANK"]) if rank_text == "mpi" else int(rank_text)
     with Client(address, "AF_UNIX") as connection:
-        exit_when_closed(connection.fileno())
         connection.send((label, rank))
         try:
             serve(connection, rank)
