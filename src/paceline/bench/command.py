@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from paceline.bench.conductor import Log
@@ -64,12 +65,23 @@ def run_script(command: Command, arguments: list[str]) -> int:
     return run_plain(command, vars(parser.parse_args(arguments)))
 
 
+class NamesWhole(argparse.HelpFormatter):
+    """Does not break lines inside of names."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(text, width, break_on_hyphens=False)
+
+
 def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
+    parser.formatter_class = NamesWhole
     for item in fields(command.spec):
-        kind: Any = split_names if isinstance(item.default, tuple) else type(item.default)
-        takes: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "default": item.default}
-        about = f"{item.metadata['about']} (default: {item.default})".replace("%", "%%")
-        parser.add_argument(f"--{item.name.replace('_', '-')}", help=about, **takes)
+        kind, default = type(item.default), item.default
+        takes: dict[str, Any] = {"action": "store_true"}
+        about = item.metadata["about"]
+        if kind is not bool:
+            takes = {"type": split_names if kind is tuple else kind, "default": default}
+            about += f" (default: {','.join(default) if kind is tuple else default})"
+        parser.add_argument(f"--{item.name.replace('_', '-')}", help=about.replace("%", "%%"), **takes)
     for name, about in FILES.items():
         parser.add_argument(f"--{name}", type=Path, help=about)
 

@@ -2,10 +2,13 @@
 
 import os
 import sys
+from importlib import import_module
 
 from paceline.errors import PacelineError, UsageError
 
 INTERRUPT_EXIT = 130
+# Commands that need neither typer nor rich. What follows a script, for one, belongs to the script.
+PLAIN = {"run": "paceline.cli.run_command", "doctor": "paceline.cli.doctor", "bench": "paceline.bench.__main__"}
 
 
 def main() -> None:
@@ -33,15 +36,8 @@ def _open_closed_streams() -> None:
 
 
 def _dispatch() -> None:
-    if sys.argv[1:2] == ["run"]:
-        # Not through typer, because everything after the script belongs to the script; and it needs only Python.
-        from paceline.cli.run_command import main as run
-
-        sys.exit(run(sys.argv[2:]))
-    if sys.argv[1:2] == ["doctor"]:
-        from paceline.cli.doctor import main as doctor
-
-        sys.exit(doctor(sys.argv[2:]))
+    if sys.argv[1:] and (module := PLAIN.get(sys.argv[1])):
+        sys.exit(import_module(module).main(sys.argv[2:]))
     try:
         import rich  # noqa: F401 (typer asks for it only when it prints)
 

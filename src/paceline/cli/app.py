@@ -6,10 +6,21 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.bench import build_bench
+from paceline.bench.__main__ import ABOUT as BENCH
 from paceline.cli.options import PlainCommand, PlainGroup
 from paceline.cli.plan_command import plan_command
 from paceline.cli.train import build_train
+
+# What `paceline.cli` hands to a parser of its own, before typer runs; typer lists it.
+ELSEWHERE = {
+    "run": "Run a script on several ranks, with torchrun's flags. `paceline run --help` lists them.",
+    "doctor": "Examine this machine or, with --determinism, whether a script gives the same bits twice.",
+    "bench": BENCH,
+}
+
+
+def _elsewhere() -> None:
+    raise AssertionError("this command is handled before typer runs")
 
 
 def _say_version(asked: bool) -> None:
@@ -30,11 +41,10 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     app.command("train", cls=PlainCommand)(build_train())
-    app.command("run", cls=PlainCommand, add_help_option=False)(_run)
     app.command("plan", cls=PlainCommand)(plan_command())
     app.command("replay", cls=PlainCommand)(_replay)
-    app.command("doctor", cls=PlainCommand, add_help_option=False)(_doctor)
-    app.add_typer(build_bench(), name="bench")
+    for name, about in ELSEWHERE.items():
+        app.command(name, help=about, add_help_option=False)(_elsewhere)
     return app
 
 
@@ -44,11 +54,6 @@ def _root(
     ] = False,
 ) -> None:
     """Data-parallel training for PyTorch."""
-
-
-def _run() -> None:
-    """Run a script on several ranks, with torchrun's flags. `paceline run --help` lists them."""
-    raise AssertionError("`paceline run` is handled before typer runs")
 
 
 def _replay(
@@ -69,8 +74,3 @@ def _replay(
     from paceline.cli.replay import main
 
     raise typer.Exit(main(file, model, loss, device))
-
-
-def _doctor() -> None:
-    """Examine this machine or, with --determinism, whether a script gives the same bits twice."""
-    raise AssertionError("`paceline doctor` is handled before typer runs")

@@ -8,8 +8,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline.bench.command import split_names
-
 
 class _FlagsTakeNoValue:
     """Shows flags without `<bool>` in the help, because they take no value."""
@@ -42,18 +40,13 @@ def command_for(
     parameters = [_parameter(name, kind, text) for name, (kind, text) in extra.items()]
     for item in sorted(fields(spec), key=lambda item: order(item.name)):
         default: Any = item.default
-        several = isinstance(default, tuple)
-        default = ",".join(default) if several else default
         text = item.metadata["about"] + (f" (default {default})" if default not in ("", None) else "")
-        kind = str if several or item.metadata.get("text") else kinds[item.name]
+        kind = str if item.metadata.get("text") else kinds[item.name]
         parameters.append(_parameter(item.name, kind | None, text, item.metadata["group"]))
 
     def command(**given: Any) -> None:
         others = {name: given.pop(name) for name in extra}
         settings = {name: value for name, value in given.items() if value is not None}
-        for item in fields(spec):
-            if isinstance(item.default, tuple) and item.name in settings:
-                settings[item.name] = split_names(settings[item.name])
         run(settings, **others)
 
     # What typer reads, as if the function were written with these parameters.
