@@ -1,7 +1,9 @@
-"""What the kernel says of a process, of signals, of memory limits, and of the OOM killer. Needs no torch."""
+"""What the kernel says of a process, the processor, signals, memory limits and the OOM killer. Needs no torch."""
 
 import contextlib
 import os
+import platform
+import re
 import signal
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +29,12 @@ def read_status(pid: int) -> ProcessStatus:
     except OSError:
         return ProcessStatus("", 0.0)
     return ProcessStatus(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+
+
+def cpu_model() -> str:
+    """The name of this machine's processor."""
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()  # ARM's kernel names no model
 
 
 def signal_name(number: int) -> str:

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from paceline.bench.checkout import commit_of
 from paceline.bench.contenders import ContenderName
 from paceline.bench.processes import ContenderFailed
 from paceline.bench.statistics import flat, percentile
+from paceline.process_status import cpu_model
 
 PACKAGES = ("torch", "paceline", "accelerate", "lightning-fabric", "deepspeed", "mpi4py", "mpich", "tensorflow")
 
@@ -46,18 +46,11 @@ class Circumstances:
 def _describe_hardware() -> dict[str, Any]:
     """CPU, cores and memory of this machine. The workers report its GPU, because they load torch."""
     return {
-        "cpu": _first(Path("/proc/cpuinfo"), "model name") or platform.machine(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": int((_first(Path("/proc/meminfo"), "MemTotal") or "0 kB").split()[0]) * 1024,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
     }
-
-
-def _first(file: Path, key: str) -> str | None:
-    if not file.exists():
-        return None
-    found = re.search(rf"^{key}\s*:\s*(.*)$", file.read_text(), re.MULTILINE)
-    return found[1].strip() if found else None
 
 
 def _describe_versions() -> dict[str, str]:

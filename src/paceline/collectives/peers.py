@@ -1,7 +1,6 @@
 """What ranks know about each other: a record per rank on the group's store."""
 
 import _thread
-import contextlib
 import json
 import os
 import socket
@@ -30,12 +29,9 @@ class Identity:
 
     @classmethod
     def own(cls) -> "Identity":
-        hostname = socket.gethostname()
-        boot, namespace = "", ""
-        with contextlib.suppress(FileNotFoundError):  # not Linux: the host name must do
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            namespace = str(Path("/proc/self/ns/pid").readlink())
-        pid = os.getpid()
+        hostname, pid = socket.gethostname(), os.getpid()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink()
         return cls(f"{boot} {hostname} {namespace}", hostname, pid, _stat(pid)[1])
 
     def state(self) -> str:
@@ -51,12 +47,6 @@ class Identity:
 
 def _stat(pid: int) -> tuple[str, str]:
     """State letter and start time of a process; the letter is empty if there is no such process."""
-    if not Path("/proc/self").is_dir():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return "", ""
-        return "R", ""
     try:
         # The command comes second, in brackets, and may itself contain spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -4,12 +4,12 @@ import os
 import platform
 import time
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median_high
 
 import torch
 
 import paceline
+from paceline.process_status import cpu_model
 from paceline.rank_report import report
 from paceline.train.evaluate import held_out_loss, write_sample
 from paceline.train.run_report import write_picture, write_report
@@ -21,7 +21,6 @@ MEASURED = (
     *("gradient_difference", "memory_planned", "memory_measured"),
 )
 
-CPU_INFO = Path("/proc/cpuinfo")
 # Dense bfloat16 operations per second, from the makers' data sheets; the first name that fits counts.
 PEAK = {
     "B200": 2250e12,
@@ -133,12 +132,6 @@ def origin(device: torch.device) -> dict[str, str]:
         "machine": ", ".join((cpu_model(), f"{len(os.sched_getaffinity(0))} cores", *gpus(device))),
         "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
     }
-
-
-def cpu_model() -> str:
-    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()  # the kernel of ARM names no model
 
 
 def gpus(device: torch.device) -> list[str]:
