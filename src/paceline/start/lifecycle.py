@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from paceline.collectives.peers import post_end
 from paceline.errors import IllegalMove, UsageError, WorldNotFormed
@@ -137,38 +138,44 @@ def _form(world: World, backend: str, timeout: float, device: torch.device) -> N
     # must not hold the others longer than they were told to wait.
     left = max(1.0, timeout - (time.monotonic() - started))
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=left),
-            # NCCL then connects here, where a failure is told as one, and not inside the first backward.
-            device_id=device if device.type == "cuda" and "nccl" in backend else None,
-        )
+        form_group(store, world.rank, world.size, backend, device, left)
     except (RuntimeError, ValueError) as error:
-        _forget_failed_group()
         raise WorldNotFormed(
             f"rank {world.rank}: all {world.size} ranks arrived, but the {backend!r} group could not connect "
             f"within {left:.0f} s: {error}; check whether a rank died meanwhile, and whether ranks can reach each other"
         ) from error
-    use_default_timeout(backend)
 
 
-def _forget_failed_group() -> None:
-    # torch counts a group that failed, and names the next one by the count: this rank would never again find ranks
-    # that counted otherwise. Destroying a default group, even of one rank, starts the count anew.
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
-
-
-def use_default_timeout(backend: str) -> None:
-    """Give the collectives of a group torch's default timeout, once it is formed with a timeout of its own."""
+def form_group(store: Store, rank: int, size: int, backend: str, device: torch.device, within_s: float) -> None:
+    """Form the default group. Its ranks have `within_s` seconds to connect; its collectives have torch's timeout."""
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=within_s),
+            # NCCL then connects here, where a failure is told as one, and not inside the first backward.
+            device_id=device if device.type == "cuda" and "nccl" in backend else None,
+        )
+    except (RuntimeError, ValueError):
+        forget_failed_group()
+        raise
     c10d = dist.distributed_c10d
     set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # public in newer torch
     if "gloo" in backend or "nccl" in backend:
         set_timeout(c10d._get_default_timeout(dist.Backend(backend)))
+
+
+def forget_failed_group() -> None:
+    """Have torch start to count groups anew, after one that failed or cannot be destroyed.
+
+    It names the next one by the count: this rank would never again find ranks that counted otherwise. Destroying a
+    default group, even of one rank, starts the count anew.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 def _formed_world(local_rank: int | None = None) -> World:

@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +38,11 @@ class RankProcessGroup:
         import torch
         import torch.distributed as dist
 
-        from paceline.start.lifecycle import use_default_timeout
+        from paceline.start.lifecycle import form_group
 
         self._leave(content["peer_ports"])
-        backend, device = content["backend"], torch.device(self._identity.device)
-        try:
-            dist.init_process_group(
-                backend,
-                store=dist.FileStore(content["store"], self._identity.size),
-                rank=self._identity.rank,
-                world_size=self._identity.size,
-                timeout=timedelta(seconds=FORM_S),
-                # NCCL then connects here, where a failure is reported as one, and not inside the first cell.
-                device_id=device if device.type == "cuda" and "nccl" in backend else None,
-            )
-        except (RuntimeError, ValueError):
-            _forget()
-            raise
-        use_default_timeout(backend)
+        rank, size, device = self._identity.rank, self._identity.size, torch.device(self._identity.device)
+        form_group(dist.FileStore(content["store"], size), rank, size, content["backend"], device, FORM_S)
         _rejoin_replicas()
 
     def abort(self) -> None:
@@ -76,6 +62,8 @@ class RankProcessGroup:
         """Leave the group. With connections severed first, nothing in it can wait for a rank that does not come."""
         import torch.distributed as dist
 
+        from paceline.start.lifecycle import forget_failed_group
+
         if dist.is_initialized() and "nccl" in repr(dist.get_backend_config()):
             self.abort()
         if self._aborting is not None:
@@ -86,7 +74,7 @@ class RankProcessGroup:
             try:
                 dist.destroy_process_group()
             except RuntimeError:  # it is too broken to be left
-                _forget()
+                forget_failed_group()
 
 
 def _rejoin_replicas() -> None:
@@ -95,16 +83,6 @@ def _rejoin_replicas() -> None:
         from paceline.replica.membership import outlive_group
 
         outlive_group()
-
-
-def _forget() -> None:
-    # torch counts a group that failed, and names the next one by the count: this rank would never again meet ranks
-    # with another count. Destroying a default group, even of one rank, starts the count anew.
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
 
 
 def local_ports() -> list[int]:
