@@ -13,7 +13,6 @@ from typing import Any
 
 from paceline.bench.contenders import ContenderName
 from paceline.launch.rank_processes import RankExited, RankProcesses
-from paceline.process_status import signal_name
 
 TAIL_LINES = 5
 LINE_LENGTH = 200
@@ -87,7 +86,7 @@ class ContenderProcesses:
 
     def check_alive(self) -> None:
         if exits := self._exited(within_s=0.0):
-            raise self.failure(_describe_exit(exits[0]))
+            raise self.failure(f"a rank {exits[0].how}")
 
     def _exited(self, within_s: float) -> list[RankExited]:
         """How processes have exited, as soon as all have or the time is over."""
@@ -138,7 +137,8 @@ class ContenderProcesses:
             kind, content = connection.recv()
         except (EOFError, OSError) as error:
             exits = self._exited(within_s=1.0)
-            raise self.failure(_describe_exit(exits[0]) if exits else "a rank closed its connection") from error
+            how = exits[0].how if exits else "closed its connection"
+            raise self.failure(f"a rank {how}") from error
         return kind, content
 
     def failure(self, message: str) -> ContenderFailed:
@@ -167,11 +167,3 @@ def _shortened(line: str) -> str:
 def _search_path() -> str:
     """With the programs of this environment, also where it is not active."""
     return f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-
-
-def _describe_exit(end: RankExited) -> str:
-    if end.never:
-        return f"a rank could not be started: {end.never}"
-    if end.killed_by:
-        return f"a rank was killed by {signal_name(end.killed_by)}"
-    return f"a rank exited with status {end.code}"

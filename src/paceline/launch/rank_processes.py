@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import reaper
+from paceline.process_status import signal_name
 
 REAPER_S = 10.0
 
@@ -33,6 +34,13 @@ class RankExited:
     killed_by: int = 0
     never: str = ""
     with_reaper: bool = False  # the kernel killed it because the reaper had died
+
+    @property
+    def how(self) -> str:
+        """Continues "rank 1 "."""
+        if self.never:
+            return f"could not be started: {self.never}"
+        return f"was killed by {signal_name(self.killed_by)}" if self.killed_by else f"exited with {self.code}"
 
 
 class RankProcesses:

@@ -8,6 +8,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from paceline.launch.lines import QUIET_S, Fold, name_ranks, spans
+from paceline.memory_plan.numbers import show_bytes
 from paceline.notebook.events import Cleared, Died, Ended, Event, Failed, Noticed, Showed, Wrote
 from paceline.notebook.output.display import Display
 from paceline.notebook.output.terminal import Area, LiveBlock, LiveBlocks, Source, TerminalEmulator
@@ -178,7 +179,7 @@ class CellOutput:
         self._settle_bars(rank)
         if self._room > 0:
             more = len(text) - MAX_SHOWN
-            shown = text if more <= 0 else f"{text[:MAX_SHOWN]}… ({_amount(more)} of this line left out)"
+            shown = text if more <= 0 else f"{text[:MAX_SHOWN]}… ({show_bytes(more)} of this line left out)"
             self._fold.add(rank, _Text(stream, shown), now)
             return
         if not self._left_out:
@@ -262,7 +263,7 @@ class CellOutput:
         fold.flush(float("inf"))
         last = found[-LAST_LINES:]
         characters = sum(rest.characters for rest in self._left_out.values())
-        self._say(f"{_amount(characters)} left out here; the last {len(last)} lines:")
+        self._say(f"{show_bytes(characters)} left out here; the last {len(last)} lines:")
         self._items += last
 
     def _say(self, text: str) -> None:
@@ -336,9 +337,3 @@ class CellOutput:
             lines = str(data["text/plain"]).split("\n")
             data["text/plain"] = "\n".join(self._with_gutter(item.ranks, line) for line in lines)
         return data, dict(item.rich.metadata)
-
-
-def _amount(characters: int) -> str:
-    if characters < 1 << 20:
-        return f"{characters / (1 << 10):.0f} KiB"
-    return f"{characters / (1 << 20):.1f} MiB"

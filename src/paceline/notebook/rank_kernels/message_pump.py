@@ -21,7 +21,7 @@ import zmq
 from paceline.launch.rank_processes import RankExited, RankProcesses, RankStarted
 from paceline.notebook.events import Died
 from paceline.notebook.rank_kernels.connection import CHANNELS, KernelConnection, Message, RankReply
-from paceline.process_status import oom_kills, signal_name
+from paceline.process_status import oom_kills
 
 REAPER_KILLED = "was killed by the operating system, together with the reaper process that had started it"
 AT_ONCE = 256  # messages of one channel in one turn, so that a chatty rank does not hide the others
@@ -203,14 +203,11 @@ class MessagePump:
         """Continues "rank 1 "."""
         if event.with_reaper:
             return REAPER_KILLED
-        if event.never:
-            return f"could not be started: {event.never}"
-        if not event.killed_by:
-            return f"exited with {event.code}"
+        if event.killed_by != signal.SIGKILL:
+            return event.how
         before, self._oom_kills = self._oom_kills, oom_kills()
-        out_of_memory = event.killed_by == signal.SIGKILL and self._oom_kills > before
-        reason = ", because the machine ran out of memory" if out_of_memory else ""
-        return f"was killed by {signal_name(event.killed_by)}{reason}"
+        reason = ", because the machine ran out of memory" if self._oom_kills > before else ""
+        return f"{event.how}{reason}"
 
     def send(
         self,
