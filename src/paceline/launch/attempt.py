@@ -214,8 +214,7 @@ class Attempt:
     def _drain(self) -> None:
         for slot in self._slots:
             self._read_all(slot)
-            now = time.monotonic()
-            self._show(slot, slot.out.rest(now), slot.err.rest(now))
+            self._show(slot, slot.out.rest(), [*slot.err.idle(time.monotonic()), *slot.err.rest()])
         self._listener.tick()
 
     def _outcome(self) -> JobOutcome:

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 QUIET_S = 0.5
 BAR_EVERY_S = 5.0
 MAX_PARTIAL = 1 << 16
+REMEMBERED_LINES = 400
 FOLD_S = 0.08
 MAX_WAITING = 5000
 # torch's excepthook puts this before every line; the output shows the rank already.
@@ -20,6 +21,7 @@ class Lines:
     """One stream of one rank. Of a progress bar, which rewrites its line, only the last state is kept."""
 
     def __init__(self, rank: int) -> None:
+        self.last: deque[str] = deque(maxlen=REMEMBERED_LINES)  # shown or not
         self._prefix = str(rank)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = ""
@@ -45,6 +47,7 @@ class Lines:
             self._partial = ""
         if whole:
             self._bar_at = None
+        self.last.extend(found)
         return found
 
     def idle(self, now: float) -> list[str]:
@@ -56,7 +59,9 @@ class Lines:
     def rest(self) -> list[str]:
         """The unfinished line, if there is one."""
         left, self._partial = self._clean(self._partial + self._decoder.decode(b"", final=True)), ""
-        return [left] if left else []
+        found = [left] if left else []
+        self.last.extend(found)
+        return found
 
     def _clean(self, line: str) -> str:
         line = line.rstrip("\r")

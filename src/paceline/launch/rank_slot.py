@@ -1,7 +1,6 @@
 """The launcher's view of one rank: what it writes, its log, and how it ended."""
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ from paceline.launch.reports import ReportReader
 from paceline.launch.tracebacks import begins, is_whole
 
 CHUNK = 1 << 16
-REMEMBERED_LINES = 400
 # A rank whose traceback is followed by other output has caught it. Dying takes a while on a busy machine, and is
 # accompanied by warnings of torch and by what Python says about chained exceptions.
 HOLD_S = 10.0
@@ -22,31 +20,7 @@ PAUSE_S = 0.3
 AFTER_TRACEBACK = (" ", "[", "During handling", "The above exception", "Exception ignored", "terminate called")
 
 
-class RankOutput:
-    """Standard output of a rank: bytes in, lines to show out."""
-
-    def __init__(self, rank: int) -> None:
-        self.last: deque[str] = deque(maxlen=REMEMBERED_LINES)
-        self._lines = Lines(rank)
-
-    def feed(self, data: bytes, now: float) -> list[str]:
-        """Add what the rank wrote; return the lines to show now."""
-        return self._remember(self._lines.feed(data, now))
-
-    def idle(self, now: float) -> list[str]:
-        """What has waited long enough to be shown, although nothing has followed it."""
-        return self._remember(self._lines.idle(now))
-
-    def rest(self, now: float) -> list[str]:
-        """What is left to show at the end."""
-        return [*self.idle(now), *self._remember(self._lines.rest())]
-
-    def _remember(self, lines: list[str]) -> list[str]:
-        self.last.extend(lines)
-        return lines
-
-
-class RankErrors(RankOutput):
+class RankErrors(Lines):
     """Standard error of a rank. It holds tracebacks back: if the rank ends with one, the failure shows it once."""
 
     def __init__(self, rank: int) -> None:
@@ -89,7 +63,7 @@ class RankSlot:
     def __init__(self, rank: int, log: Path, note: Callable[[str], None]) -> None:
         self.rank = rank
         self.end: End | None = None
-        self.out, self.err, self.reports = RankOutput(rank), RankErrors(rank), ReportReader()
+        self.out, self.err, self.reports = Lines(rank), RankErrors(rank), ReportReader()
         self.pipes: dict[str, int] = {}  # our ends of "out", "err" and "report"
         self._log_path = log
         self._log: BinaryIO | None = None
