@@ -8,7 +8,7 @@ from functools import cached_property
 
 from paceline.launch.job import WATCHDOG_EXIT, JobFailure
 from paceline.launch.lines import name_ranks
-from paceline.launch.tracebacks import Traceback, cut, last_traceback, thread_stack, wrapped
+from paceline.launch.tracebacks import Section, cut, last_traceback, thread_stack, wrapped
 from paceline.launch.watchdog import Hang
 from paceline.process_status import signal_name
 
@@ -47,7 +47,7 @@ class End:
         return 128 + self.killed_by if self.killed_by else self.code
 
     @cached_property
-    def traceback(self) -> Traceback | None:
+    def traceback(self) -> Section | None:
         """The traceback that ended the rank, if one did."""
         return None if self.killed_by or not self.raised else last_traceback(self.tail)
 

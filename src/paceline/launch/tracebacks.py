@@ -3,7 +3,7 @@
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 HEADER = "Traceback (most recent call last):"
@@ -44,11 +44,36 @@ class Frame:
 
 @dataclass(frozen=True)
 class Section:
-    """One exception: its frames, the outermost first, and its message. `leads` says how it led to the next one."""
+    """One exception: its frames, the outermost first, and its message. `leads` says how it led to the next one.
+
+    `parts` are, of a group, the exceptions in it: a frame, then a message.
+    """
 
     frames: tuple[Frame, ...]
     message: tuple[str, ...]
     leads: str = ""
+    parts: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        found = _EXCEPTION.match(self.message[0])
+        return found[1] if found else ""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The message; of a group, the messages of its exceptions."""
+        inside = tuple(line for line in self.parts if not (line.startswith(" ") or _GROUP.search(line)))
+        return inside or (" ".join(self.message),)
+
+    def details(self, taken: int = 0) -> tuple[str, ...]:
+        """The last frames, where the error is. The message precedes them and takes `taken` of the lines."""
+        lines = [line for frame in self.frames for line in (frame.header, *frame.lines)]
+        frames = [cut(line, 160) for line in lines if _says_something(line)]
+        more = [cut(line, 390) for line in (*self.message[1:], *_first(self.parts))]
+        room = max(LEAST_FRAMES, MAX_DETAIL - len(more) - taken)
+        if len(frames) > room:
+            frames = [frames[0], f"  … {len(frames) - room + 1} lines left out …", *frames[len(frames) - room + 2 :]]
+        return (*frames, *more)
 
 
 def read_sections(lines: Sequence[str]) -> list[Section]:
@@ -103,35 +128,6 @@ def without_colours(text: str) -> str:
     return _COLOUR.sub("", text)
 
 
-@dataclass(frozen=True)
-class Traceback:
-    """Frames and message of an exception. `parts` are, of a group, the exceptions in it: a frame, then a message."""
-
-    frames: tuple[str, ...]
-    message: tuple[str, ...]
-    parts: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        found = _EXCEPTION.match(self.message[0])
-        return found[1] if found else ""
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """The message; of a group, the messages of its exceptions."""
-        inside = tuple(line for line in self.parts if not (line.startswith(" ") or _GROUP.search(line)))
-        return inside or (" ".join(self.message),)
-
-    def details(self, taken: int = 0) -> tuple[str, ...]:
-        """The last frames, where the error is. The message precedes them and takes `taken` of the lines."""
-        frames = [cut(line, 160) for line in self.frames if _says_something(line)]
-        more = [cut(line, 390) for line in (*self.message[1:], *_first(self.parts))]
-        room = max(LEAST_FRAMES, MAX_DETAIL - len(more) - taken)
-        if len(frames) > room:
-            frames = [frames[0], f"  … {len(frames) - room + 1} lines left out …", *frames[len(frames) - room + 2 :]]
-        return (*frames, *more)
-
-
 def begins(line: str) -> bool:
     """Whether Python begins to report an error in this line."""
     return line.startswith((HEADER, GROUP_HEADER, FATAL))
@@ -147,7 +143,7 @@ def is_whole(lines: Sequence[str]) -> bool:
     return any(line and not line.startswith(" ") for line in lines[start + 1 :])
 
 
-def last_traceback(tail: Sequence[str]) -> Traceback | None:
+def last_traceback(tail: Sequence[str]) -> Section | None:
     """The last one in a rank's last lines that may have ended it."""
     starts = [
         number
@@ -162,17 +158,16 @@ def last_traceback(tail: Sequence[str]) -> Traceback | None:
     inside = next((number for number, line in enumerate(body) if line.startswith("  +")), len(body))
     # Where a frame repeats, Python 3.11 forgets the bar.
     outer = _plain([line.removeprefix("  | ") for line in body[:inside]])
-    return None if outer is None else Traceback(outer.frames, outer.message, _parts(body[inside:]))
+    return None if outer is None else replace(outer, parts=_parts(body[inside:]))
 
 
-def _plain(body: Sequence[str]) -> Traceback | None:
+def _plain(body: Sequence[str]) -> Section | None:
     section = read_sections(body)[0]
     if not section.message:
         return None
     first, *more = section.message
     more = list(takewhile(lambda line: line and not _NOT_ITS_MESSAGE.match(line), more[:2]))
-    frames = [line for frame in section.frames for line in (frame.header, *frame.lines)]
-    return Traceback(tuple(frames), (first, *more))
+    return replace(section, message=(first, *more))
 
 
 def _parts(lines: Sequence[str]) -> tuple[str, ...]:
