@@ -75,7 +75,8 @@ class NamesWhole(argparse.HelpFormatter):
 def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
     parser.formatter_class = NamesWhole
     for item in fields(command.spec):
-        kind, default = type(item.default), item.default
+        default: Any = item.default
+        kind: Any = type(default)
         takes: dict[str, Any] = {"action": "store_true"}
         about = item.metadata["about"]
         if kind is not bool:

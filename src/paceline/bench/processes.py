@@ -52,14 +52,14 @@ class ContenderProcesses:
         self.connections: dict[int, Connection] = {}  # by rank
         self._logs = [folder / f"{number}-{rank}.log" for rank in range(order.size)]
         self._exits: list[RankExited] = []  # the first one first
-        worker = (sys.executable, "-m", "paceline.bench.worker", address, order.label)
+        worker = [sys.executable, "-m", "paceline.bench.worker", address, order.label]
         if order.mpiexec:
             mpiexec = shutil.which("mpiexec", path=_search_path())
             if mpiexec is None:
                 raise ContenderFailed("mpiexec was not found; pip install mpich")
-            commands = [(mpiexec, "-n", str(order.size), *worker, "mpi")]
+            commands = [[mpiexec, "-n", str(order.size), *worker, "mpi"]]
         else:
-            commands = [(*worker, str(rank)) for rank in range(order.size)]
+            commands = [[*worker, str(rank)] for rank in range(order.size)]
         self._processes = RankProcesses(streams=subprocess.DEVNULL)
         try:
             for rank, command in enumerate(commands):
@@ -96,7 +96,7 @@ class ContenderProcesses:
             left_s = deadline - time.monotonic()
             if not self._processes.living or left_s <= 0:
                 return self._exits
-            wait([self._processes], left_s)
+            wait([self._processes.fileno()], left_s)
 
     def send(self, message: Any) -> None:
         """Send `message` to every rank."""
