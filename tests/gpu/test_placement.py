@@ -1,6 +1,5 @@
 """Placements on a GPU, over NCCL: the bits of plain DDP, and no host that waits."""
 
-
 import pytest
 import torch
 from torch import nn

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from paceline.collectives import Op, TorchDistTransport, Transport, finish
 from paceline.collectives.choose import choose
-from paceline.collectives.rendezvous import NoSharedMemory
 from paceline.collectives.shm import ShmTransport
 from paceline.collectives.shm.connect import PeerInfo, check_share_host
 from paceline.collectives.shm.mesh import RING
+from paceline.collectives.store_gather import NoSharedMemory
 from paceline.errors import (
     CollectiveError,
     CollectiveMismatch,

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives import LocalTransport, Op, StoreWatch, finish
-from paceline.collectives.rendezvous import Rendezvous
 from paceline.collectives.shm import ShmTransport
 from paceline.collectives.shm.connect import PeerInfo, PeerListener, connect
+from paceline.collectives.store_gather import Rendezvous
 
 CPU = torch.device("cpu")
 _PR_SET_PDEATHSIG = 1

@@ -27,8 +27,8 @@ from paceline.collectives.call_site import CallFrame, call_site, describe_site, 
 from paceline.collectives.group import finish
 from paceline.collectives.local import LocalTransport
 from paceline.collectives.protocols import CollectiveCall, Op, Transport, Work
-from paceline.collectives.rendezvous import StoreGather
 from paceline.collectives.store_call import StoreCall
+from paceline.collectives.store_gather import StoreGather
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.collectives.torch_store import store_of, watch_of
 from paceline.collectives.watch import StoreWatch

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 import torch
 
 from paceline.collectives.protocols import Transport
-from paceline.collectives.rendezvous import NoSharedMemory, Rendezvous
 from paceline.collectives.shm.connect import PeerInfo, PeerListener, check_share_host, connect, hosts
 from paceline.collectives.shm.transport import ShmTransport
+from paceline.collectives.store_gather import NoSharedMemory, Rendezvous
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.collectives.torch_store import store_of
 from paceline.collectives.two_level import TwoLevelTransport, form_channel

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from paceline.collectives.rendezvous import Rendezvous
+from paceline.collectives.store_gather import Rendezvous
 from paceline.collectives.torch_store import store_of, watch_of
 from paceline.collectives.watch import StoreWatch
 

@@ -14,11 +14,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline.collectives.own_group import form_own_group, own_backends
 from paceline.collectives.protocols import Op, Traits, Transport, Work, check_reducible, check_tree
-from paceline.collectives.rendezvous import Rendezvous
 from paceline.collectives.shm.crossing import Channel
 from paceline.collectives.shm.mesh import Mesh
 from paceline.collectives.shm.transport import ShmTransport
 from paceline.collectives.store_call import StoreCall
+from paceline.collectives.store_gather import Rendezvous
 from paceline.collectives.torch_dist import TorchDistTransport
 
 # What takes long, the way between hosts, goes on beside the computing thread. Hosts may hold any ranks, and there may

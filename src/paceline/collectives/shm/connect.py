@@ -18,11 +18,11 @@ from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
-from paceline.collectives.rendezvous import NoSharedMemory, Rendezvous
 from paceline.collectives.shm import memfd
 from paceline.collectives.shm.memfd import Descriptor
 from paceline.collectives.shm.mesh import PAGE_BYTES, ControlPage, Mesh, PeerLink, eventfd
 from paceline.collectives.store_call import StoreCall
+from paceline.collectives.store_gather import NoSharedMemory, Rendezvous
 from paceline.errors import CollectiveError, PacelineError, SharedMemoryFull
 
 CONNECT_S = 20.0  # for one peer that has posted its address
