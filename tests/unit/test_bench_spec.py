@@ -91,7 +91,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         (HooksSpec, {"contenders": ("gloo",)}),
         (HooksSpec, {"contenders": ("torch@.",)}),
         (MachinerySpec, {"contenders": ("paceline", "torch")}),
-        (MachinerySpec, {"contenders": ("bare", "fsdp2")}),
+        (MachinerySpec, {"contenders": ("bare", "lanes")}),
         (MachinerySpec, {"rounds": 0}),
         (MachinerySpec, {"model": "gpt-9"}),
     ],
