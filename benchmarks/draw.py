@@ -8,16 +8,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import agreement_cost, cost_model, hooks_cost, lanes_cost, machinery_cost
+from benchmarks import agreement_cost, cost_model, hooks_cost, lanes_cost
 from paceline.bench.commands import COMMANDS
 from paceline.bench.series import series_chart
 
 CHARTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     **{command.name: command.chart for command in COMMANDS.values()},
-    **{
-        study.COMMAND.name: study.COMMAND.chart
-        for study in (agreement_cost, cost_model, hooks_cost, lanes_cost, machinery_cost)
-    },
+    **{study.COMMAND.name: study.COMMAND.chart for study in (agreement_cost, cost_model, hooks_cost, lanes_cost)},
     "series": series_chart,
 }
 

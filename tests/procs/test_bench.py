@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hooks_cost import HooksSpec, run_hooks
-from benchmarks.machinery_cost import MachinerySpec, run_machinery
 from paceline.bench.allreduce import AllReduceSpec, run_allreduce
 from paceline.bench.command import exit_code
 from paceline.bench.commands import COMMANDS
 from paceline.bench.conductor import Conductor, no_log
+from paceline.bench.machinery import MachinerySpec, run_machinery
 from paceline.bench.processes import Order
 from paceline.bench.spec import StepSpec
 from paceline.bench.step_comparison import StepComparison, run_steps

@@ -49,12 +49,12 @@ def test_what_is_loaded_stays_and_what_is_imported_later_is_the_other_ones(other
     code = """
 import sys
 from paceline.bench.checkout import import_from
-from paceline.bench.series import AccumulateSpec
+from paceline.bench.machinery import MachinerySpec
 
 import_from(sys.argv[1])
 import paceline
 print(paceline.Agreement)
-print(AccumulateSpec(ranks=1).at(1).ranks)
+print(MachinerySpec().step().ranks)
 try:
     import paceline.errors
 except ImportError:

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import hooks_cost, machinery_cost
+from benchmarks import hooks_cost
 from benchmarks.agreement_cost import AgreementReport, AgreementSpec, agreement_report, agreement_tables
 from benchmarks.draw import CHARTS, draw
 from benchmarks.hooks_cost import HooksReport, HooksRow, HooksSpec, hooks_tables
 from benchmarks.lanes_cost import LanesReport, LanesSpec, lanes_report, lanes_tables
-from benchmarks.machinery_cost import MachineryReport, MachineryResult, MachinerySpec, machinery_tables
+from paceline.bench import machinery
 from paceline.bench.allreduce import AllReduceReport, AllReduceRow, AllReduceSpec, allreduce_tables, run_allreduce
 from paceline.bench.command import conduct, exit_code
 from paceline.bench.commands import COMMANDS
+from paceline.bench.machinery import MachineryReport, MachineryResult, MachinerySpec, machinery_tables
 from paceline.bench.results import Circumstances, dump_json, write_json
 from paceline.bench.series import RanksSpec, SeriesReport, series_tables
 from paceline.bench.spec import StepSpec
@@ -209,7 +210,7 @@ def machinery_report() -> MachineryReport:
     ]
     contenders.append(MachineryResult("paceline@../before", "", "failed", "rank 0: ImportError: no", "line a"))
     made = MachineryReport(asdict(MachinerySpec()), Circumstances.now(), 5_300_000, 100, contenders)
-    machinery_cost.compare(made, 1e-4)
+    machinery.compare(made, 1e-4)
     return made
 
 
@@ -231,7 +232,7 @@ def test_other_losses_than_those_of_the_bare_model_are_seen() -> None:
     made.contenders.pop()
     assert exit_code(made) == 0
     made.contenders[3].losses = [8.0, 8.1]
-    machinery_cost.compare(made, 1e-4)
+    machinery.compare(made, 1e-4)
     assert exit_code(made) == 1 and "NO (3e-02)" in render(machinery_tables(made)[0])
 
 
@@ -240,7 +241,7 @@ def test_without_the_bare_model_there_are_times_alone() -> None:
     made.contenders = made.contenders[2:]
     for result in made.contenders:
         result.to_bare = result.added_per_tensor_s = result.loss_difference = result.agrees = None
-    machinery_cost.compare(made, 1e-4)
+    machinery.compare(made, 1e-4)
     assert "–" in render(machinery_tables(made)[0])
 
 

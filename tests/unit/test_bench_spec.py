@@ -11,11 +11,11 @@ import torch
 from benchmarks.agreement_cost import AgreementSpec
 from benchmarks.hooks_cost import HooksSpec
 from benchmarks.lanes_cost import LanesSpec
-from benchmarks.machinery_cost import MachinerySpec
 from paceline.bench.allreduce import AllReduceSpec
 from paceline.bench.commands import COMMANDS
 from paceline.bench.contenders import CONTENDERS, ContenderName, find_contender, label_each, short_label
 from paceline.bench.gpt import BenchGPT, build_model, global_batches, rank_batches
+from paceline.bench.machinery import MachinerySpec
 from paceline.bench.series import AccumulateSpec, RanksSpec
 from paceline.bench.spec import MODELS, StepSpec, parse_sizes
 from paceline.errors import UsageError

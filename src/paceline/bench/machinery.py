@@ -1,34 +1,23 @@
-"""What one rank adds to the bare model when it does all the work of a rank among several.
+"""`machinery`: what one rank adds to the bare model when it does all the work of a rank among several."""
 
-python benchmarks/machinery_cost.py --contenders bare,bare,torch,paceline,paceline@../before
-"""
-
-import sys
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from paceline.bench.chart import ratio_chart
-from paceline.bench.command import Command, run_script
+from paceline.bench.command import Command
 from paceline.bench.conductor import Conductor, Log, no_log
-from paceline.bench.contenders import CONTENDERS, ContenderName, find_contender, label_each
-from paceline.bench.contenders.trainee import BuildContext, Trainee
-from paceline.bench.gpt import Batch, rank_batches
+from paceline.bench.contenders import CONTENDERS, find_contender, label_each
 from paceline.bench.processes import Order
 from paceline.bench.results import BenchReport, Circumstances, TimedResult, record_failures
 from paceline.bench.spec import StepSpec, TrainingSpec
 from paceline.bench.statistics import Ratio, ratio_of_medians
 from paceline.bench.step_comparison import TOLERANCE
 from paceline.bench.tables import Columns, Table, failure_notes, ratio_columns, report_table, show, show_agreement
-from paceline.bench.tasks import Barrier
-from paceline.bench.tasks.process_group import GroupTask, choose_device, gpu_name, no_garbage_collection, synchronize
 from paceline.errors import UsageError
 from paceline.memory_plan.numbers import show_count
 from paceline.option import check_fields, option
 
-TASK = f"{__file__}:MachineryTask"
+TASK = "paceline.bench.tasks.timed_bursts:MachineryTask"
 MACHINERY = {
     name: CONTENDERS[name] for name in ("bare", "torch", "paceline", "no-agreement", "zero1", "zero2", "zero3", "fsdp2")
 }
@@ -71,53 +60,6 @@ class MachinerySpec(TrainingSpec):
         return self.step_spec(ranks=1)
 
 
-class MachineryTask(GroupTask):
-    """Trains one contender on the same batch over and over, burst by burst."""
-
-    def __init__(self, spec: dict[str, Any], contender: str, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._spec, self._name = MachinerySpec(**spec), ContenderName.parse(contender)
-        torch.set_num_threads(self._spec.threads)
-        self._device = choose_device(self._spec.device, rank, size)
-        self._build = find_contender(contender).builder()
-        self._trainee: Trainee
-        self._batch: Batch
-
-    def build(self, ports: list[int]) -> dict[str, Any]:
-        self._form_group(ports[0], self._device, self._spec.backend)
-        step, name = self._spec.step(), self._name
-        context = BuildContext(
-            step, name.name, dict(name.arguments), 0, 1, self._device, not name.checkout, counts_as_several=True
-        )
-        self._trainee = self._build(context)
-        (self._batch,) = rank_batches(step, self._device, 0, 0)
-        return {"gpu": gpu_name(self._device), "tensors": len(self._trainee.params())}
-
-    def run(self, message: dict[str, Any], barrier: Barrier) -> dict[str, Any]:
-        # The contender keeps its memory between turns: allocating it again would be timed.
-        with no_garbage_collection():
-            if message["settle"]:
-                self._train(message["settle"])
-            begin = time.perf_counter()
-            loss = self._train(message["steps"])
-            seconds = (time.perf_counter() - begin) / message["steps"]
-        return {"seconds": [seconds], "loss": float(loss)}
-
-    def _train(self, steps: int) -> torch.Tensor:
-        """Train `steps` steps and return the loss of the last. The host waits for the device only at their end."""
-        trainee, (x, y) = self._trainee, self._batch
-        for _ in range(steps):
-            loss = trainee.forward(x, y)
-            trainee.backward(loss)
-            trainee.update()
-        synchronize(self._device)
-        return loss.detach()
-
-    def close(self) -> None:
-        self._trainee.close()
-        super().close()
-
-
 @dataclass
 class MachineryResult(TimedResult):
     """One contender's figures when one rank does the work of several. A round has one sample: the mean of a burst."""
@@ -137,7 +79,7 @@ class MachineryReport(BenchReport):
 def run_machinery(spec: MachinerySpec, log: Log = no_log) -> MachineryReport:
     """Measure, and return what was found. A contender that fails does not stop the others."""
     results = {label: MachineryResult(label, find_contender(label).about) for label in label_each(spec.contenders)}
-    orders = [Order(label, TASK, label, asdict(spec), 1, spec.threads, spec.device) for label in results]
+    orders = [Order(label, TASK, label, spec, 1, spec.threads, spec.device) for label in results]
     with Conductor(orders, timeout_s=spec.timeout, log=log) as conductor:
         if spec.warmup:
             log("warming up")
@@ -215,6 +157,3 @@ def machinery_chart(report: dict[str, Any]) -> Any:
 
 ABOUT = "What one rank adds to the bare model when the network costs nothing."
 COMMAND = Command("machinery", ABOUT, MachinerySpec, run_machinery, machinery_tables, machinery_chart)
-
-if __name__ == "__main__":
-    sys.exit(run_script(COMMAND, sys.argv[1:]))
