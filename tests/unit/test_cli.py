@@ -3,12 +3,11 @@
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from paceline.bench.__main__ import main as plain
-from paceline.bench.commands import COMMANDS, MOVED
+from paceline.bench.commands import COMMANDS
 from paceline.bench.contenders import CONTENDERS
 
 
@@ -53,15 +52,6 @@ def test_settings_of_a_training_run_are_shown_in_groups() -> None:
     assert "--no-print-config" not in text and "--no-compile" in text
 
 
-@pytest.mark.parametrize("study", MOVED)
-def test_a_study_that_moved_says_where_to(study: str) -> None:
-    done = paceline("bench", study, "--rounds", "2")
-    script = MOVED[study].split()[-1]
-    assert done.returncode == 2 and f"paceline bench: {study} " in done.stderr and script in done.stderr
-    assert (Path(__file__).parents[2] / script).is_file()
-    assert f" {study} " not in paceline("bench", "--help").stdout
-
-
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_a_missing_extra_is_one_line(missing: str) -> None:
     done = paceline("--help", before=f"sys.modules[{missing!r}] = None")
@@ -91,4 +81,4 @@ def test_the_plain_entry_refuses_bad_settings(capsys: pytest.CaptureFixture[str]
     assert "ranks=0: expected at least 1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         plain(["cost-model"])
-    assert "python benchmarks/cost_model.py" in capsys.readouterr().err
+    assert "choose from" in capsys.readouterr().err

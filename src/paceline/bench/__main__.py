@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from paceline.bench.command import add_options, run_plain
-from paceline.bench.commands import COMMANDS, MOVED
+from paceline.bench.commands import COMMANDS
 
 ABOUT = "Compare paceline with its peers, interleaved in one run. Without a command: `step`, in about a minute."
 
