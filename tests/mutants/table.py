@@ -54,9 +54,9 @@ MUTANTS = [
     ),
     Mutant(
         "a second gradient overwrites the first",
-        "reducer/bucket.py",
-        "            slot.view.add_(grad, alpha=scale)\n",
-        "            slot.view.copy_(grad).mul_(scale)\n",
+        "reducer/single_gradient.py",
+        "        slot.view.add_(grad, alpha=scale)\n",
+        "        slot.view.copy_(grad).mul_(scale)\n",
     ),
     Mutant(
         "a view that was given other memory is written to",
@@ -73,8 +73,8 @@ MUTANTS = [
     # Only tests/gpu can kill this one.
     Mutant(
         "streams are not joined",
-        "reducer/bucket.py",
-        "if len(self.streams) > 1 or self._made_elsewhere():",
+        "reducer/grad_streams.py",
+        "if len(self._streams) > 1 or self._made_elsewhere():",
         "if False:",
     ),
     Mutant(

@@ -13,7 +13,9 @@ from paceline.errors import IllegalMove
 from paceline.layout import BucketSpec, ParamMeta
 from paceline.reducer.autograd import raw_stream
 from paceline.reducer.bucket_shards import BucketShards
+from paceline.reducer.grad_streams import GradStreams
 from paceline.reducer.shard import Shard
+from paceline.reducer.single_gradient import move_in, own_view
 
 # On a host gradients are copied while they are still in the cache: when so many bytes, or so many gradients, wait.
 CACHED_BYTES = 64 * 1024
@@ -76,7 +78,8 @@ class GradSlot:
         bucket = self.bucket
         if bucket.missing <= 1 or self.fired or self.flushes or self.owned_elsewhere or len(self.hooks) != 1:
             return False
-        if not (bucket.on_host or raw_stream(bucket.device_index) == bucket.stream):
+        streams = bucket.streams
+        if streams is not None and raw_stream(streams.device_index) != streams.newest:
             return False
         self.fired = self.used = self.dirty = True
         bucket.arrived.append(self)
@@ -141,11 +144,9 @@ class Bucket:
         self._zeros: list[GradSlot] = []  # have none, and the memory may not be written to yet
         self.flight: Flight | None = None
         self.skipped = False  # left out of this reduction, because no rank used any of it
-        self.streams: list[torch.cuda.Stream] = []  # that the gradients in it were made on
         self.flat = flat
         self.on_host = spec.device.type != "cuda"
-        self.device_index = spec.device.index or 0
-        self.stream = -1  # the number of the stream that the last gradient was made on
+        self.streams = None if self.on_host else GradStreams(spec.device)
         self.shown_version = -1  # of the memory, when unreduced gradients in it were last made visible
         self._low, self._high = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         for slot, place in zip(self.slots, spec.slots, strict=True):
@@ -187,8 +188,8 @@ class Bucket:
         self.missing = len(self.slots)
         self.flight = None
         self.skipped = False
-        self.stream = -1
-        self.streams.clear()
+        if self.streams is not None:
+            self.streams.forget()
         self.arrived.clear()
         self._zeros.clear()
 
@@ -208,27 +209,22 @@ class Bucket:
     def arrive(self, slot: GradSlot, scale: float) -> bool:
         """Autograd has added to the parameter's gradient. Returns whether to move what has arrived now: on a host that
         is done before it leaves the cache."""
-        if not self.on_host and raw_stream(self.device_index) != self.stream:
-            self._change_stream(scale)
+        streams = self.streams
+        if streams is not None and raw_stream(streams.device_index) != streams.newest:
+            if not self.in_turn:
+                self.collect(scale)
+            streams.note_current()
         self.arrived.append(slot)
         return slot.flushes
-
-    def _change_stream(self, scale: float) -> None:
-        """The gradients that come now are made on the current stream, and not on that of those before them."""
-        if not self.in_turn:
-            self.collect(scale)
-        self.stream = raw_stream(self.device_index)
-        stream = torch.cuda.current_stream(self.spec.device)
-        self.streams = [*(other for other in self.streams if other != stream), stream]
 
     def collect(self, scale: float) -> None:
         """Move the gradients that have arrived, times `scale`, into the bucket, which owns them from now on."""
         for slot in self._zeros:
-            self._own_view(slot).zero_()
+            own_view(slot).zero_()
         self._zeros.clear()
         if not self.arrived:
             return
-        with torch.cuda.stream(self.streams[-1]) if self._made_elsewhere() else nullcontext():
+        with nullcontext() if self.streams is None else self.streams.on_newest():
             views, grads = self._take_plain_ones(scale)
             if grads:
                 torch._foreach_copy_(views, grads)
@@ -255,7 +251,7 @@ class Bucket:
             grad = param.grad
             if grad is None:  # thrown away by a hook of the user's since
                 if not slot.held:
-                    self._own_view(slot).zero_()
+                    own_view(slot).zero_()
             elif (
                 slot.held
                 or slot.nbytes >= large
@@ -263,7 +259,7 @@ class Bucket:
                 or low <= grad.data_ptr() < high  # the bucket's own memory
                 or view.data_ptr() != slot.address
             ):
-                self._collect_one(slot, grad, scale)
+                move_in(slot, grad, scale)
             else:
                 views.append(view)
                 grads.append(grad)
@@ -271,37 +267,15 @@ class Bucket:
             param.grad = None
         return views, grads
 
-    def _collect_one(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
-        if scale == 0.0:  # not a product: a rank without tokens may well have a gradient that is not finite
-            if not slot.held:
-                self._own_view(slot).zero_()
-        elif slot.held:
-            slot.view.add_(grad, alpha=scale)
-        elif grad is not slot.view or slot.view.data_ptr() != slot.address:
-            self._fill(slot, grad, scale)
-        elif scale != 1.0:
-            slot.view.mul_(scale)
-
     def complete(self, scale: float) -> None:
         """All gradients have come: have them in memory for whoever goes on from the current stream."""
-        if self.in_turn:  # the memory is free for the current stream, and for no other
-            self._join_streams()
+        if self.in_turn and self.streams is not None:  # the memory is free for the current stream, and for no other
+            self.streams.join()
         self.collect(scale)
         if self.shards is not None:
             self.shards.clear_gaps()
-        self._join_streams()
-
-    def _join_streams(self) -> None:
-        if len(self.streams) > 1 or self._made_elsewhere():
-            current = torch.cuda.current_stream(self.spec.device)
-            for stream in self.streams:
-                if stream != current:
-                    current.wait_stream(stream)
-            self.stream, self.streams = raw_stream(self.device_index), [current]
-
-    def _made_elsewhere(self) -> bool:
-        """Whether the last gradient was made on another stream than the current one."""
-        return self.stream != -1 and raw_stream(self.device_index) != self.stream
+        if self.streams is not None:
+            self.streams.join()
 
     def contribute_nothing_new(self, slot: GradSlot, scale: float) -> None:
         """Complete a slot that got no gradient in this backward: with what was there before, else with zeros."""
@@ -320,7 +294,7 @@ class Bucket:
         if self.in_turn:
             self._zeros.append(slot)
         else:
-            self._own_view(slot).zero_()
+            own_view(slot).zero_()
 
     # ---- the result
 
@@ -350,25 +324,3 @@ class Bucket:
                 slot.param.grad = slot.view
             else:
                 self.shards.publish(slot.index, touched=True)
-
-    def _fill(self, slot: GradSlot, grad: torch.Tensor, scale: float) -> None:
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"parameter {slot.meta.name} was expected to have a dense gradient, got layout {grad.layout}; only "
-                f"torch.nn.Embedding and EmbeddingBag with sparse=True are known to make sparse ones"
-            )
-        view = self._own_view(slot)
-        if grad._is_view() and grad.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
-            grad = grad.clone()  # another look at our own memory, such as `param.grad.t()`
-        if scale == 1.0:
-            view.copy_(grad)
-        elif grad.dtype is view.dtype:
-            torch.mul(grad, scale, out=view)
-        else:
-            view.copy_(grad).mul_(scale)
-
-    def _own_view(self, slot: GradSlot) -> torch.Tensor:
-        """The view, made anew if someone wrote `param.grad.data = ...` and so gave it other memory."""
-        if slot.view.data_ptr() != slot.address:
-            self.renew_view(slot)
-        return slot.view

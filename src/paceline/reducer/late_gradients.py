@@ -18,7 +18,7 @@ def reduce_late(slots: Sequence[GradSlot], group: Group, scale: float) -> None:
         if not flag:
             continue
         grad, extra = slot.param.grad, torch.zeros_like(slot.view)  # equal dtype on all ranks, whatever the gradient's
-        if grad is not None and scale != 0.0:  # not a product: see Bucket._collect_one
+        if grad is not None and scale != 0.0:  # not a product: see single_gradient.move_in
             extra = extra + grad * scale if slot.meta.sparse else extra.add_(grad, alpha=scale)
         group.wait(transport.all_reduce(extra), f"the late gradient of {slot.meta.name}")
         slot.param.grad = None

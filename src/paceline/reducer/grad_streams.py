@@ -1,0 +1,44 @@
+"""The streams of a device that the gradients in one bucket were made on."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from paceline.reducer.autograd import raw_stream
+
+
+class GradStreams:
+    """Autograd runs a backward on the stream of its forward, so gradients of one bucket may come on several."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_index = device.index or 0
+        self.newest = -1  # the number of the stream that the last gradient was made on
+        self._device = device
+        self._streams: list[torch.cuda.Stream] = []  # all of them, the newest one last
+
+    def note_current(self) -> None:
+        """The gradients that come now are made on the current stream, and not on that of those before them."""
+        self.newest = raw_stream(self.device_index)
+        stream = torch.cuda.current_stream(self._device)
+        self._streams = [*(other for other in self._streams if other != stream), stream]
+
+    def on_newest(self) -> AbstractContextManager[object]:
+        """Run on the stream of the last gradient what is inside."""
+        return torch.cuda.stream(self._streams[-1]) if self._made_elsewhere() else nullcontext()
+
+    def join(self) -> None:
+        """Have the current stream go on after all of them."""
+        if len(self._streams) > 1 or self._made_elsewhere():
+            current = torch.cuda.current_stream(self._device)
+            for stream in self._streams:
+                if stream != current:
+                    current.wait_stream(stream)
+            self.newest, self._streams = raw_stream(self.device_index), [current]
+
+    def forget(self) -> None:
+        self.newest = -1
+        self._streams.clear()
+
+    def _made_elsewhere(self) -> bool:
+        """Whether the last gradient was made on another stream than the current one."""
+        return self.newest != -1 and raw_stream(self.device_index) != self.newest
