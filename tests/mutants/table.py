@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "a hook of the user's runs on a gradient that is gone",
         "reducer/autograd.py",
-        "if list(_hook_owners(slot.param))[-1] is self._owner:",
+        "if list(shared_params.hook_owners(slot.param))[-1] is self._owner:",
         "if True:",
     ),
     Mutant(

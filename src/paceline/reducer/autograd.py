@@ -9,17 +9,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
+from paceline.reducer import shared_params
 
 if TYPE_CHECKING:
     from paceline.reducer.bucket import GradSlot
-    from paceline.reducer.buckets import BucketSet
+    from paceline.reducer.reducer import Reducer
 
 # The number of the backward this thread runs, -1 outside. A nested backward has a number of its own. Asked for every
 # gradient, so it is not wrapped in a function of ours.
@@ -63,12 +64,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[]
 
     Variable._execution_engine.queue_callback(at_end)
     return weakref.ref(at_end)
-
-
-def _hook_owners(param: torch.Tensor) -> Iterator[Any]:
-    """The objects whose methods are hooked to `param`, oldest first; None for hooks that are plain functions."""
-    for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-        yield getattr(hook, "__self__", None)
 
 
 # A dict that goes with the contents of a tensor when `torch.utils.swap_tensors` gives it those of another. Who keeps it
@@ -115,21 +110,10 @@ def _started_by() -> Iterator[bool]:
         frame = frame.f_back
 
 
-class Owner(Protocol):
-    """Whose method is hooked to the parameters."""
-
-    @property
-    def bucket_set(self) -> "BucketSet": ...
-
-    def on_grad_ready(self, param: torch.Tensor) -> None: ...
-
-    def on_output_backward(self, _: torch.Tensor) -> None: ...
-
-
 class ParamHooks:
-    """Of several replicas that hold a parameter one reduces it: the one that was made, or called, last."""
+    """The hooks of one replica on its parameters, and on the outputs of its forward."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: "Reducer") -> None:
         self._owner = owner
         self._slots = owner.bucket_set.slots
         self._params = [slot.param for slot in self._slots]
@@ -143,7 +127,7 @@ class ParamHooks:
             hook = self._owner.on_grad_ready
             self._handles = [param.register_post_accumulate_grad_hook(hook) for param in self._params]
             self._install()
-            self.claim()
+            shared_params.claim(self._owner)
 
     def watch_output(self, output: torch.Tensor) -> None:
         """Have the backward that goes through `output` end with a reduction, also when its gradients all come from
@@ -159,36 +143,23 @@ class ParamHooks:
         if not all(map(operator.is_, map(_mark_of_contents, self._params), self._marks)):
             self._install()
         if takes_over and any(slot.owned_elsewhere for slot in self._slots):
-            self.claim()
+            shared_params.claim(self._owner)
 
     def _install(self) -> None:
         for slot in self._slots:
             slot.hooks = _install_hooks(slot.param)
         self._marks = [_mark_of_contents(param) for param in self._params]
 
-    def shared(self) -> bool:
-        """Whether another replica has hooked some of the parameters."""
-        return any(self._others(slot) for slot in self._slots if slot.param._post_accumulate_grad_hooks)
-
     def __bool__(self) -> bool:
         """Whether the parameters are hooked."""
         return bool(self._handles)
-
-    def claim(self) -> None:
-        """Take the parameters over from the other replicas that hold them."""
-        for slot in self._slots:
-            for other in self._others(slot):
-                other.owned_elsewhere = True
-                if other.attached():  # its bucket goes on being used, for other parameters
-                    slot.param.grad = other.view.clone()
-            slot.owned_elsewhere = False
 
     def runs_last(self, slot: "GradSlot") -> bool:
         """Whether our hook runs after all hooks of the user's, so that these see the gradient and may change it.
 
         If not, it is moved behind them, for the next backward.
         """
-        if list(_hook_owners(slot.param))[-1] is self._owner:
+        if list(shared_params.hook_owners(slot.param))[-1] is self._owner:
             return True
         self._handles[slot.index].remove()
         self._handles[slot.index] = slot.param.register_post_accumulate_grad_hook(self._owner.on_grad_ready)
@@ -200,19 +171,7 @@ class ParamHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for slot in self._slots:
-            others = self._others(slot)
-            if others and not slot.owned_elsewhere:
-                others[-1].owned_elsewhere = False
-
-    def _others(self, slot: "GradSlot") -> "list[GradSlot]":
-        """The places that other replicas have for the same parameter."""
-        owners = _hook_owners(slot.param)
-        return [
-            owner.bucket_set.slot_of[id(slot.param)]
-            for owner in owners
-            if isinstance(owner, type(self._owner)) and owner is not self._owner
-        ]
+        shared_params.leave(self._owner)
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -29,6 +29,7 @@ from paceline.reducer.report import Abort, Findings, ReportExchange
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.settle import Settled, is_aborted, publish_grads, settle
 from paceline.reducer.settle_late import error_of_earlier, settle_unread
+from paceline.reducer.shared_params import has_shared
 from paceline.reducer.static_graph import GraphMemory
 from paceline.reducer.step import Contribution, Division, RankBatch, StepRole, StepState, Weighting
 from paceline.reducer.unreduced import keep, note_unreduced, show_all
@@ -432,7 +433,7 @@ class Reducer:
             self.reports.raise_watcher_error()
             if self.hooks:
                 self.hooks.follow_swaps(takes_over=grads)
-            elif self.settings.asks_for_uses or self.hooks.shared() or not self.is_alone():
+            elif self.settings.asks_for_uses or has_shared(self) or not self.is_alone():
                 self.hooks.register()
             if self.backwards.failed():
                 participation.abandon(self)
