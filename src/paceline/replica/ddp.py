@@ -1,6 +1,5 @@
 """The drop-in: torch's DistributedDataParallel, with paceline's reducer inside."""
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from paceline.errors import UsageError
 from paceline.kernels import kernel_settings
 from paceline.layout import BucketCaps, Layout
 from paceline.placement import placement_of
-from paceline.progress import Phase, own_progress
-from paceline.reducer.autograd import refuse_compiled_autograd, tensors_in
 from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.participation import reduce_now, skip
 from paceline.reducer.report import Vote
@@ -30,12 +27,13 @@ from paceline.reducer.weighting import weighted
 from paceline.replica import arguments, membership, start_equal
 from paceline.replica.agreement import Agreement
 from paceline.replica.assembly import assemble, metas_of
+from paceline.replica.forward import after_module, before_module, run_module
 from paceline.replica.lane_loop import Microbatch, step_of
 from paceline.replica.owned import clip_whole_in_lanes
 from paceline.replica.sharded_optimizer import make_optimizer
 from paceline.replica.torch_surface import TorchReducer, TorchSurface
 from paceline.replica.untraced import keep_out_of_graphs
-from paceline.trace import Moment, Trace
+from paceline.trace import Trace
 
 
 class DistributedDataParallel(TorchSurface):
@@ -185,78 +183,10 @@ class DistributedDataParallel(TorchSurface):
 
     # ---- a step
 
-    # forward() is torch's: it calls the three methods below, and torch.compile knows it by its file.
-
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        try:
-            # torch's way tells torch.compile to split graphs at buckets: if it is there, and there are buckets.
-            split = "torch._dynamo" in sys.modules and (self._use_python_reducer or not self._core.is_alone())
-            return super()._run_ddp_forward(*inputs, **kwargs) if split else self.module(*inputs, **kwargs)
-        except BaseException as error:
-            if self._narrow is not None:
-                self._narrow.widen()
-            if self._capsules is not None and isinstance(error, Exception):
-                self._capsules.on_crash(error)
-            raise
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self._use_python_reducer:
-            return inputs, kwargs
-        if not self._lazy_init_ran:
-            self._lazy_init()
-        if self._group_is_gone:
-            membership.rejoin(self)
-        if torch.is_grad_enabled():
-            self._before_training_forward()
-        core = self._core
-        core.before_forward(grads=torch.is_grad_enabled(), training=self.training)
-        core.trace.stamp(Moment.FORWARD_BEGIN, core.reductions)
-        own_progress().note(Phase.FORWARD if self.training and torch.is_grad_enabled() else Phase.EVALUATE)
-        if self._capsules is not None and not core.batch.has_lanes:
-            self._capsules.note_forward(inputs, kwargs)
-        if self._join_config.enable or core.divisor != core.batch.count:
-            self._count_active_ranks()
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        core.sync_in_join = None
-        if self._join_config.enable:
-            core.sync_in_join = self.require_backward_grad_sync
-            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
-        if self._narrow is not None:
-            self._narrow.narrow()
-        if self.device_ids or self.mixed_precision is not None:
-            inputs, kwargs = self._place_inputs(inputs, kwargs)
-        return inputs, kwargs
-
-    def _before_training_forward(self) -> None:
-        refuse_compiled_autograd()
-        if self._joins_later and self.training:  # a rank may evaluate a copy by itself
-            membership.join_later(self)
-        if self._managed.module is not self.module:
-            self._managed = self._managed.of(self.module, self.parameters_to_ignore)
-        if self._core.sync_on:
-            if self.logger.iteration == self.logger.sample_at:
-                self.logger.sample(self._core.trace)
-            self.logger.iteration += 1
-
-    def _post_forward(self, output: Any) -> Any:
-        if self._use_python_reducer:
-            return output
-        if self._check_sync_bufs_post_fwd():
-            self._sync_buffers()
-        core = self._core
-        grad_enabled = torch.is_grad_enabled()
-        self.require_forward_param_sync = grad_enabled and core.sync_on
-        if grad_enabled:
-            watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-            for tensor in watched:
-                core.hooks.watch_output(tensor)
-            if not watched:
-                core.hooks.register()  # there is no output whose backward could be watched
-        elif self._narrow is not None:
-            self._narrow.widen()
-        core.trace.stamp(Moment.FORWARD_END, core.reductions)
-        return output
+    # forward() is torch's, and calls these three: see forward.py.
+    _pre_forward = before_module
+    _run_ddp_forward = run_module
+    _post_forward = after_module
 
     def optimizer(
         self,

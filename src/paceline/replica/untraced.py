@@ -17,7 +17,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 _CORE = ("agree", "bucket_plan", "collectives", "kernels", "layout", "reducer", "replica", "strategies", "trace")
 
 # Called by torch's own forward and hook, which Dynamo inlines where `optimize_ddp="python_reducer"` was chosen.
-_TRACED = ("require_backward_grad_sync", "_pre_forward", "_run_ddp_forward", "_post_forward")
+_TRACED = ("require_backward_grad_sync", "before_module", "run_module", "after_module")
 
 _WHY = "a DistributedDataParallel works outside of graphs"
 
