@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.store_gather import Rendezvous
 from paceline.collectives.torch_store import store_of, watch_of
+from paceline.collectives.torch_work import Pin
 from paceline.collectives.watch import StoreWatch
 
 logger = logging.getLogger("paceline")
@@ -56,6 +58,51 @@ def duplicate(
         return rendezvous.call(lambda _: form_own_group(backends, own_store, rank, size), what=what)
 
     return watch, form
+
+
+class Carrier:
+    """The group that moves the bytes: the user's, or a duplicate of it, which is formed when it is first needed."""
+
+    def __init__(self, users: dist.ProcessGroup, form: Callable[[], dist.ProcessGroup] | None) -> None:
+        self.duplicates = form is not None
+        self._users = users
+        self._form = form
+        self._own: dist.ProcessGroup | None = None
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        if self._form is None:
+            return self._users
+        formed = self._form()
+        self._own = formed if formed is not self._users else None
+        return formed
+
+    @cached_property
+    def pin(self) -> Pin:
+        return Pin(self.group)
+
+    def leave(self, last: Sequence[Any]) -> None:
+        """Give up a group of its own; any other belongs to whoever made it. `last`: its newest works. Idempotent.
+
+        gloo's connections end with the group. NCCL's communicators are aborted there too, with a warning of torch that
+        nobody destroyed them, and with whatever collective is still under way. So the device is waited for: whoever has
+        let go of a replica may still use what it has computed, which is ordered after collectives that have yet to run.
+        """
+        own, self._own = self._own, None
+        backend = None if own is None else _nccl_of(own)
+        if backend is None or torch.cuda.is_current_stream_capturing():
+            return
+        queued = torch.cuda.current_stream().record_event()
+        until = time.monotonic() + BEHIND_S
+        while not (queued.query() and all(work.is_completed() for work in last)) and time.monotonic() < until:
+            time.sleep(0.001)
+        backend.abort()
+
+    def abort(self) -> None:
+        """Have NCCL's kernels return, whatever they wait for. gloo's collectives cannot be ended."""
+        backend = None if self._own is None else _nccl_of(self._own)
+        if backend is not None:
+            backend.abort()
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -142,30 +189,6 @@ def _nccl_options(like: Any, size: int) -> Any:
         options.split_color = 1  # all ranks are in it
         options.global_ranks_in_group = list(range(size))
     return options
-
-
-def leave_own_group(own: dist.ProcessGroup, last: Sequence[Any]) -> None:
-    """Give up a group that `form_own_group` has made. `last` are the newest works that were started in it.
-
-    gloo's connections end with the group. NCCL's communicators are aborted there too, with a warning of torch that
-    nobody destroyed them, and with whatever collective is still under way. So the device is waited for: whoever has let
-    go of a replica may still use what it has computed, which is ordered after collectives that have yet to run.
-    """
-    backend = _nccl_of(own)
-    if backend is None or torch.cuda.is_current_stream_capturing():
-        return
-    queued = torch.cuda.current_stream().record_event()
-    until = time.monotonic() + BEHIND_S
-    while not (queued.query() and all(work.is_completed() for work in last)) and time.monotonic() < until:
-        time.sleep(0.001)
-    backend.abort()
-
-
-def abort_own_group(own: dist.ProcessGroup) -> None:
-    """Have NCCL's kernels return, whatever they wait for. gloo's collectives cannot be ended."""
-    backend = _nccl_of(own)
-    if backend is not None:
-        backend.abort()
 
 
 def _nccl_of(own: dist.ProcessGroup) -> Any | None:

@@ -1,11 +1,8 @@
 """Any torch.distributed backend as a transport."""
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from paceline.collectives.group import finish
-from paceline.collectives.own_group import abort_own_group, backend_name, duplicate, leave_own_group
+from paceline.collectives.own_group import Carrier, duplicate
 from paceline.collectives.protocols import (
     CollectiveCall,
     Op,
@@ -31,15 +28,16 @@ from paceline.collectives.protocols import (
     check_root,
     check_tree,
 )
-from paceline.collectives.python_group import PythonGroup, reduce_options
-from paceline.collectives.torch_staged import DeviceStaging
+from paceline.collectives.python_group import reduce_options
+from paceline.collectives.stream_work import StreamWork
+from paceline.collectives.torch_routes import Route, find_route
 from paceline.collectives.torch_store import watch_of
-from paceline.collectives.torch_work import Pin, SlicedWork, SpareMemory, StreamWork
+from paceline.collectives.torch_work import SlicedWork, SpareMemory
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
 
 SMALL = 16384  # elements
-_ADDS_PLAINLY = ("gloo", "nccl")  # in the type of the tensors
+_Prepared = tuple[Route, AllreduceOptions, int]  # of an all_reduce; the number is what the sum is divided by
 
 
 class TorchDistTransport:
@@ -67,27 +65,13 @@ class TorchDistTransport:
         self.rank = group.rank()
         self.size = group.size()
         self.watch = watch if watch is not None else watch_of(group)
-        self._form_own = own_group
-        self._own: dist.ProcessGroup | None = None
+        self.carrier = Carrier(group, own_group)
         self._devices = devices
-        self._counts_as_several = counts_as_several
-        self._routes: dict[torch.device, _Route] = {}
+        self.counts_as_several = counts_as_several
+        self._routes: dict[torch.device, Route] = {}
         self._prepared: dict[tuple[torch.device, torch.dtype, torch.layout, Op], _Prepared] = {}
         self._recent: deque[Any] = deque(maxlen=16)
         self._spare = SpareMemory()
-
-    @cached_property
-    def _carrier(self) -> dist.ProcessGroup:
-        """The group that moves the bytes."""
-        if self._form_own is None:
-            return self.group
-        formed = self._form_own()
-        self._own = formed if formed is not self.group else None
-        return formed
-
-    @cached_property
-    def _pin(self) -> Pin:
-        return Pin(self._carrier)
 
     def traits(self, device: torch.device) -> Traits:
         known = self._routes.get(device)
@@ -110,7 +94,7 @@ class TorchDistTransport:
             return route.detour.all_reduce(flat, op)
         call = CollectiveCall("all_reduce", flat.dtype, flat.layout, flat.shape, op.value)
         try:
-            raw = self._carrier.allreduce([_real(flat)], options)
+            raw = self.carrier.group.allreduce([_real(flat)], options)
         except dist.DistBackendError as error:
             raise self.watch.explain(str(call), 0.0, error) from error
         if route.traits.stream_ordered and not first:
@@ -136,7 +120,7 @@ class TorchDistTransport:
         options.rootRank = root
         call = CollectiveCall.of("broadcast", flat, f"root={root}")
         with self._naming_the_lost(call):
-            raw = self._carrier.broadcast([_real(flat)], options)
+            raw = self.carrier.group.broadcast([_real(flat)], options)
         return self._begun(raw, call, flat, 1)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
@@ -151,7 +135,7 @@ class TorchDistTransport:
             sent, filled = torch.view_as_real(sent), torch.view_as_real(filled)
         if not route.gathers_by_copies:
             with self._naming_the_lost(call):
-                raw = self._carrier._allgather_base(filled, sent, AllgatherOptions())
+                raw = self.carrier.group._allgather_base(filled, sent, AllgatherOptions())
             return self._begun(raw, call, out, 1)
         # Every rank sends its part to every other. gloo's own all_gather takes twice as long, at all sizes: it fills
         # new memory and copies that, on a thread whose heap keeps it.
@@ -159,7 +143,7 @@ class TorchDistTransport:
         copies = memory[: filled.numel()]
         copies.view(self.size, -1).copy_(sent.view(-1))  # a part may be empty
         with self._naming_the_lost(call):
-            raw = self._carrier.alltoall_base(filled, copies, [], [], AllToAllOptions())
+            raw = self.carrier.group.alltoall_base(filled, copies, [], [], AllToAllOptions())
         return self._begun(raw, call, out, 1, (self._spare, memory))
 
     def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
@@ -168,8 +152,9 @@ class TorchDistTransport:
         if detour is not None:
             return detour.all_to_all(out, flat)
         call = CollectiveCall.of("all_to_all", flat, "")
+        filled, sent = _real(out.view(-1)), _real(flat.reshape(-1))
         with self._naming_the_lost(call):
-            raw = self._carrier.alltoall_base(_real(out.view(-1)), _real(flat.reshape(-1)), [], [], AllToAllOptions())
+            raw = self.carrier.group.alltoall_base(filled, sent, [], [], AllToAllOptions())
         return self._begun(raw, call, out, 1)
 
     def reduce_scatter_tensor(self, out: torch.Tensor, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
@@ -179,7 +164,7 @@ class TorchDistTransport:
         options.reduceOp = all_options.reduceOp
         call = CollectiveCall.of("reduce_scatter", flat, op.value)
         with self._naming_the_lost(call):
-            raw = self._carrier._reduce_scatter_base(_real(out), _real(flat), options)
+            raw = self.carrier.group._reduce_scatter_base(_real(out), _real(flat), options)
         return self._begun(raw, call, out, self.size if divides else 1)
 
     def _begun(
@@ -197,7 +182,7 @@ class TorchDistTransport:
             self._recent.append(raw)
         if self._routes[tensor.device].traits.stream_ordered:
             return StreamWork(raw, tensor, divide_by)
-        return SlicedWork(raw, tensor, divide_by, self._pin, lent)
+        return SlicedWork(raw, tensor, divide_by, self.carrier.pin, lent)
 
     def dup(self, timeout_s: float | None = None, devices: Collection[torch.device] = ()) -> "TorchDistTransport":
         """See `Transport.dup`: connections (gloo) or a communicator (NCCL) of its own, for the tensors of `devices`.
@@ -217,50 +202,27 @@ class TorchDistTransport:
         NCCL connects in the first collective on a device. Were that in a backward, ranks could do it for two replicas
         in two orders, and wait for each other without end.
         """
-        if self._form_own is not None and "nccl" in {self._route(device).backend for device in self._devices}:
+        if self.carrier.duplicates and "nccl" in {self._route(device).backend for device in self._devices}:
             for device in sorted(self._devices, key=str):
                 first = torch.zeros(1, device=device)
                 finish(self.all_reduce(first), what="the first collective of a replica", watch=self.watch)
-        _ = self._carrier
+        _ = self.carrier.group
         return self
 
     def close(self) -> None:
         """Leave a group of its own. Any other belongs to whoever made it."""
-        own, self._own = self._own, None
-        if own is not None:
-            leave_own_group(own, list(self._recent)[-1:])
+        self.carrier.leave(list(self._recent)[-1:])
 
     def abort(self) -> None:
         """End what is under way on a device, also if it waits for a rank that never comes. What was computed from it is
         of no use, nor is the transport afterwards."""
-        if self._own is not None:
-            abort_own_group(self._own)
+        self.carrier.abort()
 
-    def _route(self, device: torch.device) -> "_Route":
+    def _route(self, device: torch.device) -> Route:
         known = self._routes.get(device)
         if known is None:
-            known = self._routes[device] = self._find_route(device)
+            known = self._routes[device] = find_route(self, device)
         return known
-
-    def _find_route(self, device: torch.device) -> "_Route":
-        backend = backend_name(self._carrier, device)
-        if backend is None:
-            # Our own duplicate has no backend for this kind of device; a group written in Python has none at all.
-            backend = str(self.group.name()) if self._form_own is None else ""
-        if type(self.group) is not dist.ProcessGroup:
-            return _Route(Traits(), backend, PythonGroup(self.group, backend))
-        on_host = device.type == "cpu"
-        traits = Traits(
-            single=self.size == 1 and not self._counts_as_several,
-            native_mean=device.type == "cuda" and backend == "nccl",
-            # The sum of two is one addition, rounded once: any order gives the bits of torch's `a + b`.
-            tree_sum=self.size == 1 or (self.size == 2 and backend in _ADDS_PLAINLY),
-            stream_ordered=not on_host and backend != "gloo",
-            all_to_all=True,
-            reduce_scatter=device.type == "cuda" and backend == "nccl",
-        )
-        detour = DeviceStaging(weakref.proxy(self)) if on_host and backend in ("", "nccl") else None
-        return _Route(traits, backend, detour, gathers_by_copies=on_host and backend == "gloo")
 
     @contextmanager
     def _naming_the_lost(self, call: CollectiveCall) -> Iterator[None]:
@@ -269,19 +231,6 @@ class TorchDistTransport:
             yield
         except dist.DistBackendError as error:
             raise self.watch.explain(str(call), 0.0, error) from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """How tensors on one device travel."""
-
-    traits: Traits
-    backend: str
-    detour: DeviceStaging | PythonGroup | None  # what carries out their collectives, if the backend does not
-    gathers_by_copies: bool = False
-
-
-_Prepared = tuple[_Route, AllreduceOptions, int]  # of an all_reduce; the number is what the sum is divided by
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,50 @@
+"""How the tensors of one device travel over a torch process group: found out once per device."""
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.own_group import backend_name
+from paceline.collectives.protocols import Traits
+from paceline.collectives.python_group import PythonGroup
+from paceline.collectives.torch_staged import DeviceStaging
+
+if TYPE_CHECKING:
+    from paceline.collectives.torch_dist import TorchDistTransport
+
+_ADDS_PLAINLY = ("gloo", "nccl")  # in the type of the tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How tensors on one device travel."""
+
+    traits: Traits
+    backend: str
+    detour: DeviceStaging | PythonGroup | None  # what carries out their collectives, if the backend does not
+    gathers_by_copies: bool = False
+
+
+def find_route(transport: "TorchDistTransport", device: torch.device) -> Route:
+    users, size = transport.group, transport.size
+    backend = backend_name(transport.carrier.group, device)
+    if backend is None:
+        # Our own duplicate has no backend for this kind of device; a group written in Python has none at all.
+        backend = "" if transport.carrier.duplicates else str(users.name())
+    if type(users) is not dist.ProcessGroup:
+        return Route(Traits(), backend, PythonGroup(users, backend))
+    on_host = device.type == "cpu"
+    traits = Traits(
+        single=size == 1 and not transport.counts_as_several,
+        native_mean=device.type == "cuda" and backend == "nccl",
+        # The sum of two is one addition, rounded once: any order gives the bits of torch's `a + b`.
+        tree_sum=size == 1 or (size == 2 and backend in _ADDS_PLAINLY),
+        stream_ordered=not on_host and backend != "gloo",
+        all_to_all=True,
+        reduce_scatter=device.type == "cuda" and backend == "nccl",
+    )
+    detour = DeviceStaging(weakref.proxy(transport)) if on_host and backend in ("", "nccl") else None
+    return Route(traits, backend, detour, gathers_by_copies=on_host and backend == "gloo")
