@@ -13,18 +13,15 @@ from paceline.errors import BackwardAborted, CollectiveMismatch
 from paceline.layout import ParamMeta
 from paceline.reducer.bucket import GradSlot
 from paceline.reducer.report import (
-    BITS,
     HEADER,
     Abort,
     Mode,
     StepReport,
     Vote,
-    all_used,
-    count_uses,
-    used_bits,
 )
 from paceline.reducer.report_errors import aborted_error
 from paceline.reducer.settle import check_together
+from paceline.reducer.used_params import BITS, all_used, count_uses, used_bits
 
 reports = st.builds(
     StepReport,

@@ -7,7 +7,7 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Gather, ShardedTransport, Work
-from paceline.collectives.reduction import used_here
+from paceline.collectives.stream_work import used_here
 from paceline.errors import CollectiveMismatch
 
 TAGS = 128  # that every floating point type tells apart

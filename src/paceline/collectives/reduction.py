@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -66,13 +66,6 @@ class GradBucket:
         return self._blocks
 
 
-def used_here(tensor: torch.Tensor) -> None:
-    """Keep memory of a device from being given away while the current stream reads it: it was allocated on the stream
-    of a gradient, which may be another one."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
 def result_is_in_place() -> None:
     """The result is in the bucket's own memory already."""
 
@@ -122,33 +115,3 @@ class Mean:
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
         flat = bucket.buffer()
         return Flight(transport.all_reduce(flat, Op.MEAN if transport.traits(flat.device).native_mean else Op.SUM))
-
-
-@runtime_checkable
-class Demanding(Protocol):
-    """A reduction that does not go over every transport."""
-
-    def check_transport(self, transport: Transport, device: torch.device) -> None:
-        """Raise UsageError if tensors on `device` cannot be combined over `transport`. All ranks come to the same."""
-        ...
-
-
-@runtime_checkable
-class Remembering(Protocol):
-    """A reduction that knows something from earlier steps, on which the ranks of a group have to agree."""
-
-    def forget(self) -> None:
-        """Begin anew."""
-        ...
-
-
-def check_goes_over(transport: Transport, reduction: Reduction, device: torch.device) -> None:
-    """Refuse a reduction that `transport` cannot carry out, before a backward needs it."""
-    if isinstance(reduction, Demanding):
-        reduction.check_transport(transport, device)
-
-
-def forget_other_ranks(reduction: Reduction) -> None:
-    """The ranks of the group change: what was known among the old ones is not known among the new."""
-    if isinstance(reduction, Remembering):
-        reduction.forget()

@@ -1,4 +1,4 @@
-"""The work objects of torch.distributed as ours, where a device carries them out."""
+"""What runs on the streams of a device: torch.distributed's work as ours, and memory that a stream still reads."""
 
 from typing import Any
 
@@ -26,3 +26,10 @@ class StreamWork:
                     self._tensor.div_(self._divide_by)
             self._ordered = True
         return True
+
+
+def used_here(tensor: torch.Tensor) -> None:
+    """Keep memory of a device from being given away while the current stream reads it: it was allocated on the stream
+    of a gradient, which may be another one."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

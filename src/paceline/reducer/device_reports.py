@@ -9,7 +9,12 @@ import torch
 
 from paceline.collectives.protocols import Transport
 from paceline.collectives.wait import EventWork
-from paceline.reducer.report import BROKEN, NOT_FINITE, STATE, Findings, PendingReports, StepReport
+from paceline.reducer.report import PendingReports, StepReport, column_of
+from paceline.reducer.step_observer import Findings
+
+# What of a report is read or filled in on the device.
+BROKEN = 0
+MODE, WEIGHT, STATE, NOT_FINITE = map(column_of, ("mode", "weight", "state", "not_finite"))
 
 
 class DeviceReports:

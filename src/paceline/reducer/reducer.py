@@ -13,7 +13,8 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
-from paceline.collectives.reduction import Reduction, check_goes_over, forget_other_ranks
+from paceline.collectives.reduction import Reduction
+from paceline.collectives.reduction_needs import check_goes_over, forget_other_ranks
 from paceline.collectives.wait import EventWork, FutureWork
 from paceline.errors import BackwardAborted, IllegalMove, PacelineError
 from paceline.reducer import participation
@@ -25,13 +26,14 @@ from paceline.reducer.device_reports import DeviceReports
 from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.lanes import Lanes
 from paceline.reducer.planning import Planning
-from paceline.reducer.report import Abort, Findings, ReportExchange
+from paceline.reducer.report import Abort, ReportExchange
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.settle import Settled, is_aborted, publish_grads, settle
 from paceline.reducer.settle_late import error_of_earlier, settle_unread
 from paceline.reducer.shared_params import has_shared
 from paceline.reducer.static_graph import GraphMemory
 from paceline.reducer.step import Contribution, Division, RankBatch, StepRole, StepState, Weighting
+from paceline.reducer.step_observer import Findings
 from paceline.reducer.unreduced import keep, note_unreduced, show_all
 from paceline.reducer.weighting import check_unweighted, resume_step
 from paceline.trace import Moment, Trace

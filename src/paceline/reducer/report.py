@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum, Flag
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +19,10 @@ from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
 from paceline.collectives.watcher import Watcher
 from paceline.errors import GraphChanged
-from paceline.reducer.bucket import GradSlot
 
 if TYPE_CHECKING:
     from paceline.reducer.device_reports import DeviceReports
-
-BITS = 62  # used parameters per column
+    from paceline.reducer.step_observer import Findings
 
 
 class Vote(Flag):
@@ -58,15 +55,6 @@ class Abort(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """What one rank tells the others of its state and of the sums it has seen. A tensor: only the device knows it."""
-
-    state: int | torch.Tensor = 0  # digest of a part of the state: must be equal
-    signature: int = 0  # digest of what the state is made of; 0: this rank's is not to be compared
-    not_finite: int | torch.Tensor = 0  # what was found not to be finite: see agree/finite.py
-
-
-@dataclass(frozen=True, slots=True)
 class StepReport:
     """What one rank tells. Every field but the last two is one column of 64 bits, in this order."""
 
@@ -89,7 +77,7 @@ class StepReport:
     lane_shape: int = 0  # see reducer/lane_shapes.py
     several: bool = False  # other replicas take part in the same backward: see reducer/backward.py
     owned_elsewhere: int = 0  # digest of the parameters that another replica reduces, which shares them: must be equal
-    used: tuple[int, ...] = ()  # which parameters took part, BITS of them in each number
+    used: tuple[int, ...] = ()  # which parameters took part, see reducer/used_params.py
     lane_weights: tuple[float, ...] = ()  # of the lanes that this rank ran, and zeros
 
     @property
@@ -110,6 +98,12 @@ class StepReport:
         return cls(*values)
 
 
+def column_of(field: str) -> int:
+    """Where a report has this field. Its first column says that the rank's gradients are not to be used: a float32, 1.0
+    or 0.0, in the first half."""
+    return 1 + [name for name, *_ in _COLUMNS].index(field)
+
+
 def _to_bits(*values: float) -> tuple[int, ...]:
     return struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values))
 
@@ -128,34 +122,6 @@ def _codec(kind: Any) -> tuple[Callable[[Any], int], Callable[[int], Any]]:
 HEADER = len(fields(StepReport)) - 1  # columns before those of used parameters and of lanes
 _COLUMNS = [(field.name, *_codec(field.type)) for field in fields(StepReport)[:-2]]
 _ONE = int.from_bytes(struct.pack("<f", 1.0), "little")
-
-# Where a report has what is read on the device. The first column says that a rank's gradients are not to be used: a
-# float32, 1.0 or 0.0, in its first half.
-BROKEN = 0
-MODE, WEIGHT, STATE, NOT_FINITE = (
-    1 + [name for name, *_ in _COLUMNS].index(column) for column in ("mode", "weight", "state", "not_finite")
-)
-
-
-def used_bits(slots: Sequence[GradSlot]) -> tuple[int, ...]:
-    """Which of the parameters took part."""
-    found = [0] * -(-len(slots) // BITS)
-    for index, slot in enumerate(slots):
-        if slot.used:
-            found[index // BITS] |= 1 << index % BITS
-    return tuple(found)
-
-
-@cache  # asked in every step, for the same number
-def all_used(count: int) -> tuple[int, ...]:
-    """The same, if all of `count` parameters took part."""
-    whole, rest = divmod(count, BITS)
-    return ((1 << BITS) - 1,) * whole + (((1 << rest) - 1,) if rest else ())
-
-
-def count_uses(reports: Sequence[StepReport], count: int) -> list[int]:
-    """On how many ranks each of `count` parameters took part."""
-    return [sum(row.used[index // BITS] >> index % BITS & 1 for row in reports) for index in range(count)]
 
 
 @dataclass(eq=False, slots=True)
@@ -195,7 +161,7 @@ class ReportExchange:
         self.unread: deque[PendingReports] = deque()  # on their way, oldest first
         self.watcher = Watcher(group)
 
-    def send(self, told: StepReport, found: Findings, *, on_device: bool, computed: Work | None) -> PendingReports:
+    def send(self, told: StepReport, found: "Findings", *, on_device: bool, computed: Work | None) -> PendingReports:
         """Tell the other ranks. `computed`: done when the device has computed all that this rank has sent."""
         if on_device:
             assert self._on_device is not None

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from paceline.errors import BackwardAborted, CollectiveMismatch, GraphChanged, UnusedParameters, UsageError
 from paceline.reducer.bucket import GradSlot
-from paceline.reducer.report import BITS, Abort, Mode, StepReport
+from paceline.reducer.report import Abort, Mode, StepReport
+from paceline.reducer.used_params import BITS
 
 logger = logging.getLogger("paceline")
 

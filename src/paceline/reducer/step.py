@@ -12,8 +12,10 @@ from paceline.collectives.wait import EventWork
 from paceline.errors import GraphChanged
 from paceline.reducer.backward import Backward, unsettled_reducers
 from paceline.reducer.bucket import GradSlot
-from paceline.reducer.report import Abort, Findings, Mode, PendingReports, StepReport, all_used, used_bits
+from paceline.reducer.report import Abort, Mode, PendingReports, StepReport
+from paceline.reducer.step_observer import Findings
 from paceline.reducer.unreduced import forget_thrown_away, is_nonzero
+from paceline.reducer.used_params import all_used, used_bits
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer

@@ -7,7 +7,16 @@ from typing import Protocol
 import torch
 
 from paceline.reducer.bucket import GradSlot
-from paceline.reducer.report import Findings, StepReport
+from paceline.reducer.report import StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one rank tells the others of its state and of the sums it has seen. A tensor: only the device knows it."""
+
+    state: int | torch.Tensor = 0  # digest of a part of the state: must be equal
+    signature: int = 0  # digest of what the state is made of; 0: this rank's is not to be compared
+    not_finite: int | torch.Tensor = 0  # what was found not to be finite: see agree/finite.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from paceline.agree.state_digest import PendingDigest, Piece, Rotation, StateRep
 from paceline.agree.state_parts import NamedState, optimizer_tensors
 from paceline.collectives.group import Group
 from paceline.reducer.bucket import GradSlot
-from paceline.reducer.report import Findings, StepReport
-from paceline.reducer.step_observer import Decision
+from paceline.reducer.report import StepReport
+from paceline.reducer.step_observer import Decision, Findings
 from paceline.replica.agreement import Agreement
 from paceline.replica.lane_buffers import LaneBuffers
 from paceline.replica.responses import NonFiniteSteps, resolve_drift

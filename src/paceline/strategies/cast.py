@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.collectives.protocols import Op, Transport
-from paceline.collectives.reduction import Flight, GradBucket, used_here
+from paceline.collectives.reduction import Flight, GradBucket
+from paceline.collectives.stream_work import used_here
 from paceline.strategies.sparse import mean_of_rows
 
 

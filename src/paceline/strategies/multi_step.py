@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from paceline.collectives.protocols import Work
-from paceline.collectives.reduction import used_here
+from paceline.collectives.stream_work import used_here
 
 Steps = Generator[Work, None, None]
 

@@ -7,7 +7,8 @@ from typing import ClassVar, cast
 import torch
 
 from paceline.collectives.protocols import Op, ScatteringTransport, ShardedTransport, Transport
-from paceline.collectives.reduction import Flight, GradBucket, used_here
+from paceline.collectives.reduction import Flight, GradBucket
+from paceline.collectives.stream_work import used_here
 from paceline.placement import Span
 
 

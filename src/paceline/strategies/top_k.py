@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from paceline.collectives.protocols import Op, Transport
-from paceline.collectives.reduction import Flight, GradBucket, used_here
+from paceline.collectives.reduction import Flight, GradBucket
+from paceline.collectives.stream_work import used_here
 from paceline.errors import UsageError
 from paceline.strategies.memory import ParamMemory, clear_unless_finite
 from paceline.strategies.sparse import mean_of_rows

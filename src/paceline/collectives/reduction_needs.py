@@ -1,0 +1,38 @@
+"""What some reductions ask for beside what all have: a transport that is able, and to be told when the ranks change."""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from paceline.collectives.protocols import Transport
+from paceline.collectives.reduction import Reduction
+
+
+@runtime_checkable
+class Demanding(Protocol):
+    """A reduction that does not go over every transport."""
+
+    def check_transport(self, transport: Transport, device: torch.device) -> None:
+        """Raise UsageError if tensors on `device` cannot be combined over `transport`. All ranks come to the same."""
+        ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A reduction that knows something from earlier steps, on which the ranks of a group have to agree."""
+
+    def forget(self) -> None:
+        """Begin anew."""
+        ...
+
+
+def check_goes_over(transport: Transport, reduction: Reduction, device: torch.device) -> None:
+    """Refuse a reduction that `transport` cannot carry out, before a backward needs it."""
+    if isinstance(reduction, Demanding):
+        reduction.check_transport(transport, device)
+
+
+def forget_other_ranks(reduction: Reduction) -> None:
+    """The ranks of the group change: what was known among the old ones is not known among the new."""
+    if isinstance(reduction, Remembering):
+        reduction.forget()

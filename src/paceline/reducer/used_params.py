@@ -1,0 +1,33 @@
+"""Which parameters took part in a reduction, as ranks tell each other: one bit for each."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from paceline.reducer.bucket import GradSlot
+
+if TYPE_CHECKING:
+    from paceline.reducer.report import StepReport
+
+BITS = 62  # parameters in one column of a report
+
+
+def used_bits(slots: Sequence[GradSlot]) -> tuple[int, ...]:
+    """Which of the parameters took part."""
+    found = [0] * -(-len(slots) // BITS)
+    for index, slot in enumerate(slots):
+        if slot.used:
+            found[index // BITS] |= 1 << index % BITS
+    return tuple(found)
+
+
+@cache  # asked in every step, for the same number
+def all_used(count: int) -> tuple[int, ...]:
+    """The same, if all of `count` parameters took part."""
+    whole, rest = divmod(count, BITS)
+    return ((1 << BITS) - 1,) * whole + (((1 << rest) - 1,) if rest else ())
+
+
+def count_uses(reports: Sequence["StepReport"], count: int) -> list[int]:
+    """On how many ranks each of `count` parameters took part."""
+    return [sum(row.used[index // BITS] >> index % BITS & 1 for row in reports) for index in range(count)]
