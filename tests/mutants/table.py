@@ -233,7 +233,7 @@ MUTANTS = [
     ),
     Mutant(
         "what comes after a bucket was reduced is not late",
-        "reducer/reducer.py",
+        "reducer/unreduced.py",
         "if bucket.state in (BucketState.IN_FLIGHT, BucketState.REDUCED):",
         "if bucket.state is BucketState.IN_FLIGHT:",
     ),

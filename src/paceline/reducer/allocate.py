@@ -1,10 +1,51 @@
-"""The memory of buckets, cut from one piece per device."""
+"""The buckets of a layout, and their memory, cut from one piece per device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from paceline.collectives.protocols import Transport
 from paceline.errors import BucketsTooLarge
-from paceline.layout import ALIGN_BYTES, Layout
+from paceline.layout import ALIGN_BYTES, BucketSpec, Layout
+from paceline.placement import Ownership
+from paceline.reducer.bucket import Bucket, GradSlot
+from paceline.reducer.bucket_shards import BucketShards
+from paceline.reducer.shard import Shard
+from paceline.reducer.sparse_bucket import SparseBucket
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Who keeps what of the reduced gradients."""
+
+    ownership: Ownership | None = None  # None: every rank keeps all of them
+    shards: Sequence[Shard] = ()  # this rank's part of each parameter
+    turns: int | None = None  # so many buckets have memory at a time; None: all have
+
+
+WHOLE = Sharding()
+
+
+def make_buckets(layout: Layout, slots: Sequence[GradSlot], transport: Transport, sharding: Sharding) -> list[Bucket]:
+    """The buckets of `layout`, with every slot pointing into its own."""
+    memory = allocate(layout, transport, sharding.turns)
+    return [
+        _bucket(spec, [slots[place.param] for place in spec.slots], flat, sharding, transport.rank)
+        for spec, flat in zip(layout.buckets, memory, strict=True)
+    ]
+
+
+def _bucket(
+    spec: BucketSpec, slots: Sequence[GradSlot], flat: torch.Tensor | None, sharding: Sharding, rank: int
+) -> Bucket:
+    if flat is None:
+        return SparseBucket(spec, slots[0])
+    if sharding.ownership is None:
+        return Bucket(spec, slots, flat)
+    shards = {place.param: sharding.shards[place.param] for place in spec.slots}
+    spans, in_turn = sharding.ownership.spans(spec), sharding.turns is not None
+    return Bucket(spec, slots, flat, BucketShards(spec, flat, shards, spans, rank, in_turn=in_turn))
 
 
 def allocate(layout: Layout, transport: Transport, turns: int | None = None) -> list[torch.Tensor | None]:

@@ -5,7 +5,6 @@ collectives. What has been launched is waited for in the same order.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,14 +12,10 @@ import torch
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
 from paceline.collectives.reduction import Reduction
-from paceline.errors import UsageError
-from paceline.layout import BucketCaps, BucketSpec, Layout, plan_layout
-from paceline.placement import Ownership
-from paceline.reducer.allocate import allocate
+from paceline.layout import BucketCaps, Layout, plan_layout
+from paceline.reducer.allocate import WHOLE, Sharding, make_buckets
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
-from paceline.reducer.bucket_shards import BucketShards
-from paceline.reducer.shard import Shard
-from paceline.reducer.sparse_bucket import SparseBucket
+from paceline.reducer.conversion import follow_conversion
 from paceline.reducer.step_observer import StepObserver
 from paceline.trace import Moment, Trace
 
@@ -38,23 +33,12 @@ class BucketSet:
     The memory is allocated when it is first needed. A world of one never needs it: see `Reducer.is_alone`.
     """
 
-    def __init__(
-        self,
-        params: Sequence[torch.Tensor],
-        layout: Layout,
-        ownership: Ownership | None = None,
-        shards: Sequence[Shard] = (),
-        turns: int | None = None,
-    ) -> None:
-        """`ownership`: who keeps what of the reduced gradients, of which `shards`, by parameter, is this rank's part.
-        None: every rank keeps all of them. `turns`: so many buckets have memory at a time; None: all have."""
+    def __init__(self, params: Sequence[torch.Tensor], layout: Layout, sharding: Sharding = WHOLE) -> None:
         pairs = zip(layout.params, params, strict=True)
         self.slots = [GradSlot(index, meta, param) for index, (meta, param) in enumerate(pairs)]
         self.slot_of = {id(slot.param): slot for slot in self.slots}
-        self._ownership = ownership
-        self._shards = shards
-        self.turns = turns
-        for slot, shard in zip(self.slots, shards, strict=False):
+        self.sharding = sharding
+        for slot, shard in zip(self.slots, sharding.shards, strict=False):
             slot.shard = shard
         self.layout = layout
         self._first = layout  # what all ranks begin with, before they have learned anything from each other
@@ -63,18 +47,7 @@ class BucketSet:
 
     def allocate(self, transport: Transport) -> None:
         """Allocate the buckets of the layout and point every slot into them."""
-        memory = allocate(self.layout, transport, self.turns)
-        self.buckets = [self._bucket(*pair, transport.rank) for pair in zip(self.layout.buckets, memory, strict=True)]
-
-    def _bucket(self, spec: BucketSpec, flat: torch.Tensor | None, rank: int) -> Bucket:
-        slots = [self.slots[place.param] for place in spec.slots]
-        if flat is None:
-            return SparseBucket(spec, slots[0])
-        if self._ownership is None:
-            return Bucket(spec, slots, flat)
-        shards = {place.param: self._shards[place.param] for place in spec.slots}
-        spans, in_turn = self._ownership.spans(spec), self.turns is not None
-        return Bucket(spec, slots, flat, BucketShards(spec, flat, shards, spans, rank, in_turn=in_turn))
+        self.buckets = make_buckets(self.layout, self.slots, transport, self.sharding)
 
     @property
     def allocated(self) -> bool:
@@ -93,7 +66,7 @@ class BucketSet:
 
     def begin_backward(self) -> None:
         """Autograd is about to add to gradients."""
-        for shard in self._shards:
+        for shard in self.sharding.shards:
             shard.begin_backward()
 
     def forget_arrived(self) -> None:
@@ -113,21 +86,6 @@ class BucketSet:
                     bucket.contribute_nothing_new(slot, scale)
             bucket.move(BucketState.FULL)
         return lacking
-
-    def begin_lane(self) -> None:
-        """Have empty buckets for the next lane. Which parameters took part in those before it is not forgotten."""
-        for bucket in self.buckets:
-            bucket.rearm()
-        for slot in self.slots:
-            slot.clear_backward()
-
-    def owned_elsewhere(self) -> int:
-        """A digest of the parameters that another replica reduces; 0 if there are none."""
-        found = tuple(slot.index for slot in self.slots if slot.owned_elsewhere)
-        return hash(found) if found else 0
-
-    def unused(self) -> int:
-        return sum(not (slot.used or slot.owned_elsewhere) for slot in self.slots)
 
     def replace_memory_in_flight(self, transport: Transport) -> bool:
         """Replace memory that a transport may still write to: whoever waited for it was interrupted. Returns True if
@@ -150,20 +108,10 @@ class BucketSet:
 
     def follow_parameters(self, caps: BucketCaps, transport: Transport) -> bool:
         """Lay out anew if the module was converted after wrapping, as by `module.double()`. Returns True if it was."""
-        converted = [slot for slot in self.slots if slot.param.dtype is not slot.meta.dtype]
-        if not converted:
+        if all(slot.param.dtype is slot.meta.dtype for slot in self.slots):
             return False
-        if self._ownership is not None:
-            raise UsageError(
-                f"{converted[0].meta.name} was converted from {converted[0].meta.dtype} to {converted[0].param.dtype} "
-                f"after wrapping, and this rank's shards of it were not; convert the module before it is wrapped"
-            )
-        for slot in self.slots:
-            slot.meta = replace(
-                slot.meta, dtype=slot.param.dtype, device=slot.param.device, stride=tuple(slot.param.stride())
-            )
+        metas = follow_conversion(self.slots, sharded=self.sharding.ownership is not None)
         self._planned = None
-        metas = [slot.meta for slot in self.slots]
         self.layout = plan_layout(metas, self.layout.order, caps)
         self._first = plan_layout(metas, self._first.order, caps)
         if self.allocated:
@@ -256,7 +204,7 @@ class Schedule:
     def one_after_another(self) -> bool:
         """Whether a bucket that is full may have to wait for others, and so be launched at another time than on other
         ranks: nothing else may be sent before all of them."""
-        return self.reduction.multi_step or self._bucket_set.turns is not None
+        return self.reduction.multi_step or self._bucket_set.sharding.turns is not None
 
     @property
     def looks_at_sums(self) -> bool:
@@ -309,7 +257,7 @@ class Schedule:
     def _has_memory(self, index: int) -> bool:
         """Whether a bucket that takes turns may be filled: the one before it in the same memory is reduced. A host
         waits a moment for a late rank, and no longer: that one may reduce it at its end only, and need this rank."""
-        turns = self._bucket_set.turns
+        turns = self._bucket_set.sharding.turns
         if turns is None or index < turns:
             return True
         before = self._bucket_set.buckets[index - turns]

@@ -275,5 +275,9 @@ class LaneBatch:
         reducer.abort()
 
     def _empty_buckets(self) -> None:
-        self._reducer.bucket_set.begin_lane()
+        """Have empty buckets for the next lane. Which parameters took part in those before it is not forgotten."""
+        for bucket in self._reducer.bucket_set.buckets:
+            bucket.rearm()
+        for slot in self._reducer.bucket_set.slots:
+            slot.clear_backward()
         self._reducer.schedule.rearm()

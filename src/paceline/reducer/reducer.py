@@ -20,7 +20,7 @@ from paceline.errors import BackwardAborted, IllegalMove, PacelineError
 from paceline.reducer import participation
 from paceline.reducer.autograd import ParamHooks, at_end_of_backward, task_id
 from paceline.reducer.backward import NO_TASK, TWO_THREADS, Backward, Backwards, Settlement, unsettled_reducers
-from paceline.reducer.bucket import Bucket, BucketState, GradSlot
+from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.buckets import BucketSet, Schedule
 from paceline.reducer.device_reports import DeviceReports
 from paceline.reducer.lane_batch import LaneBatch
@@ -34,7 +34,7 @@ from paceline.reducer.shared_params import has_shared
 from paceline.reducer.static_graph import GraphMemory
 from paceline.reducer.step import Contribution, Division, RankBatch, StepRole, StepState, Weighting
 from paceline.reducer.step_observer import Findings
-from paceline.reducer.unreduced import keep, note_unreduced, show_all
+from paceline.reducer.unreduced import add_without_counting, end_unreduced, note_unreduced
 from paceline.reducer.weighting import check_unweighted, resume_step
 from paceline.trace import Moment, Trace
 
@@ -121,7 +121,7 @@ class Reducer:
             user_hooks_pending = len(param._post_accumulate_grad_hooks) > 1 and not self.hooks.runs_last(slot)
             usual = backward.syncs and not (user_hooks_pending or backward.alone or slot.fired)
             if not usual or slot.bucket.state is not BucketState.FILLING:
-                return self._add_without_counting(slot, backward, user_hooks_pending=user_hooks_pending)
+                return add_without_counting(self, slot, backward, user_hooks_pending=user_hooks_pending)
             bucket, schedule = slot.bucket, self.schedule
             slot.fired = True
             self.ready_order.append(slot.index)
@@ -139,29 +139,6 @@ class Reducer:
             busy = self.planning.measures or (schedule.polls and schedule.in_flight)
             self.backwards.counting = NO_TASK if busy or not self._one_device else backward.task
             return None
-
-    def _add_without_counting(self, slot: GradSlot, backward: Backward, *, user_hooks_pending: bool) -> None:
-        """Take a gradient that does not count its bucket down: a second one in this backward, one of a backward that
-        only accumulates, or one that a hook of the user's has yet to see."""
-        if backward.alone:  # that is all: see is_alone
-            if not slot.fired:
-                slot.fired = True
-                self.ready_order.append(slot.index)
-            return
-        bucket = slot.bucket
-        if bucket.state in (BucketState.IN_FLIGHT, BucketState.REDUCED):
-            slot.late = True  # stays in param.grad until the end; see the note in Bucket
-            self.contribution.late += 1
-            return
-        scale = self.schedule.scale
-        flush = bucket.arrive(slot, scale) or (not backward.syncs and len(bucket.arrived) == len(bucket.slots))
-        if flush and not user_hooks_pending:
-            keep(bucket, scale, held=backward.syncs or self._holds)
-
-    @property
-    def _holds(self) -> bool:
-        """Whether autograd must not add to unreduced gradients, because they are weighted or of another type."""
-        return self.weighting.current is not None or self.settings.hold
 
     def _first_gradient(self, task: int, param: torch.Tensor) -> Backward:
         """The first gradient of a backward, or of one nested in it, has come."""
@@ -357,7 +334,7 @@ class Reducer:
                     unsettled_reducers.add(self)
                     return
             elif backward.delivered:
-                self._end_unreduced()
+                end_unreduced(self)
             self.backwards.close()
             self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions)
 
@@ -370,15 +347,6 @@ class Reducer:
                     participation.discard_others(self)
                     raise
                 self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions)
-
-    def _end_unreduced(self) -> None:
-        """A backward that only adds to the gradients is over."""
-        for bucket in self.bucket_set.buckets:
-            keep(bucket, self.schedule.scale, held=self._holds)
-        if self.on_finished is not None:
-            self.on_finished()
-        if self._holds:  # until the next backward, so that zero_grad() can throw them away
-            show_all(self.bucket_set)
 
     def progress(self) -> None:
         """Do what the other ranks wait for, while this one waits for something else."""

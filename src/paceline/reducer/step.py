@@ -15,7 +15,7 @@ from paceline.reducer.bucket import GradSlot
 from paceline.reducer.report import Abort, Mode, PendingReports, StepReport
 from paceline.reducer.step_observer import Findings
 from paceline.reducer.unreduced import forget_thrown_away, is_nonzero
-from paceline.reducer.used_params import all_used, used_bits
+from paceline.reducer.used_params import all_used, count_unused, digest_owned_elsewhere, used_bits
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer
@@ -48,7 +48,7 @@ class Contribution:
         everything = len(reducer.ready_order) == len(slots)
         if self.role is StepRole.FULL and not (everything and reducer.graph.used_everything):
             self.graph_error = reducer.graph.compare(slots, static=reducer.settings.static_graph)
-        self.unused = 0 if everything or not reducer.batch.counts(self.role) else reducer.bucket_set.unused()
+        self.unused = 0 if everything or not reducer.batch.counts(self.role) else count_unused(slots)
         return StepReport(
             reduction=reducer.reductions,
             unused=self.unused,
@@ -69,7 +69,7 @@ class Contribution:
             lane_step=reducer.batch.step,
             lane_shape=reducer.batch.shape_digest(),
             several=unsettled_reducers.of(reducer) is not None,
-            owned_elsewhere=0 if everything else reducer.bucket_set.owned_elsewhere(),
+            owned_elsewhere=0 if everything else digest_owned_elsewhere(slots),
             used=all_used(len(slots)) if everything else used_bits(slots),
             lane_weights=reducer.batch.lane_weights(),
         )

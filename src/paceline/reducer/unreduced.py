@@ -3,12 +3,52 @@ there by hand, or lent for a reduction and to be given back as they were."""
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.errors import UsageError
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.buckets import BucketSet
+
+if TYPE_CHECKING:
+    from paceline.reducer.backward import Backward
+    from paceline.reducer.reducer import Reducer
+
+
+def add_without_counting(reducer: "Reducer", slot: GradSlot, backward: "Backward", *, user_hooks_pending: bool) -> None:
+    """Take a gradient that does not count its bucket down: a second one in this backward, one of a backward that only
+    accumulates, or one that a hook of the user's has yet to see."""
+    if backward.alone:  # that is all: see Reducer.is_alone
+        if not slot.fired:
+            slot.fired = True
+            reducer.ready_order.append(slot.index)
+        return
+    bucket = slot.bucket
+    if bucket.state in (BucketState.IN_FLIGHT, BucketState.REDUCED):
+        slot.late = True  # stays in param.grad until the end; see the note in Bucket
+        reducer.contribution.late += 1
+        return
+    scale = reducer.schedule.scale
+    flush = bucket.arrive(slot, scale) or (not backward.syncs and len(bucket.arrived) == len(bucket.slots))
+    if flush and not user_hooks_pending:
+        keep(bucket, scale, held=backward.syncs or _holds(reducer))
+
+
+def end_unreduced(reducer: "Reducer") -> None:
+    """A backward that only adds to the gradients is over."""
+    held = _holds(reducer)
+    for bucket in reducer.bucket_set.buckets:
+        keep(bucket, reducer.schedule.scale, held=held)
+    if reducer.on_finished is not None:
+        reducer.on_finished()
+    if held:  # until the next backward, so that zero_grad() can throw them away
+        show_all(reducer.bucket_set)
+
+
+def _holds(reducer: "Reducer") -> bool:
+    """Whether autograd must not add to unreduced gradients, because they are weighted or of another type."""
+    return reducer.weighting.current is not None or reducer.settings.hold
 
 
 def keep(bucket: Bucket, scale: float, *, held: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters took part in a reduction, as ranks tell each other: one bit for each."""
+"""Which parameters took part in a reduction, as ranks tell each other."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,7 +9,7 @@ from paceline.reducer.bucket import GradSlot
 if TYPE_CHECKING:
     from paceline.reducer.report import StepReport
 
-BITS = 62  # parameters in one column of a report
+BITS = 62  # one for each parameter, in one column of a report
 
 
 def used_bits(slots: Sequence[GradSlot]) -> tuple[int, ...]:
@@ -31,3 +31,14 @@ def all_used(count: int) -> tuple[int, ...]:
 def count_uses(reports: Sequence["StepReport"], count: int) -> list[int]:
     """On how many ranks each of `count` parameters took part."""
     return [sum(row.used[index // BITS] >> index % BITS & 1 for row in reports) for index in range(count)]
+
+
+def count_unused(slots: Sequence[GradSlot]) -> int:
+    """How many parameters took no part here."""
+    return sum(not (slot.used or slot.owned_elsewhere) for slot in slots)
+
+
+def digest_owned_elsewhere(slots: Sequence[GradSlot]) -> int:
+    """A digest of the parameters that another replica reduces; 0 if there are none."""
+    found = tuple(slot.index for slot in slots if slot.owned_elsewhere)
+    return hash(found) if found else 0

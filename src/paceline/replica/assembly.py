@@ -14,6 +14,7 @@ from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.layout import Layout, ParamMeta, lay_groups, plan_layout
 from paceline.placement import find_units, group_by_unit
 from paceline.progress import own_progress
+from paceline.reducer.allocate import Sharding
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.lanes import Lanes
 from paceline.reducer.reducer import Reducer
@@ -141,7 +142,7 @@ def _reducer(replica: "DistributedDataParallel", owned: OwnedBlocks | None, meta
     turns = BUCKETS_IN_TURN if shards and replica._placement.shards_gradients and lanes is None else None
     units = None if owned is None else owned.units
     layout = _layout(replica, metas) if units is None else _unit_layout(metas, units)
-    buckets = BucketSet(replica._managed.params, layout, ownership, shards, turns)
+    buckets = BucketSet(replica._managed.params, layout, Sharding(ownership, shards, turns))
     return Reducer(buckets, group, reduction_of(replica), replica._settings, lanes)
 
 
