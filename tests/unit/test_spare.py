@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from paceline.collectives.torch_work import MOST_BYTES, SpareMemory
+from paceline.collectives.spare_memory import MOST_BYTES, SpareMemory
 
 
 def test_memory_is_lent_to_one_at_a_time_and_used_again() -> None:

@@ -14,7 +14,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.store_gather import Rendezvous
 from paceline.collectives.torch_store import store_of, watch_of
-from paceline.collectives.torch_work import Pin
 from paceline.collectives.watch import StoreWatch
 
 logger = logging.getLogger("paceline")
@@ -76,10 +75,6 @@ class Carrier:
         formed = self._form()
         self._own = formed if formed is not self._users else None
         return formed
-
-    @cached_property
-    def pin(self) -> Pin:
-        return Pin(self.group)
 
     def leave(self, last: Sequence[Any]) -> None:
         """Give up a group of its own; any other belongs to whoever made it. `last`: its newest works. Idempotent.

@@ -14,7 +14,7 @@ threads ask for the interpreter late:
 Both need microseconds, and have seconds on a busy machine, since the main thread need not wait for them. So it does, in
 an exit handler: those run while threads can still get the interpreter. A thread that waits for a peer or for a silent
 store is not waited for: it is not about to come back, and what an abandoned collective holds is never given back (see
-`torch_work.SlicedWork`).
+`torch_dist.SlicedWork`).
 """
 
 import _thread

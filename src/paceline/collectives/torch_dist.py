@@ -1,8 +1,12 @@
-"""Any torch.distributed backend as a transport."""
+"""Any torch.distributed backend as a transport, and its work objects, waited for in slices."""
 
+import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,10 +33,11 @@ from paceline.collectives.protocols import (
     check_tree,
 )
 from paceline.collectives.python_group import reduce_options
+from paceline.collectives.spare_memory import SpareMemory
 from paceline.collectives.stream_work import StreamWork
 from paceline.collectives.torch_routes import Route, find_route
 from paceline.collectives.torch_store import watch_of
-from paceline.collectives.torch_work import SlicedWork, SpareMemory
+from paceline.collectives.wait import FutureWork
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
 
@@ -72,6 +77,10 @@ class TorchDistTransport:
         self._prepared: dict[tuple[torch.device, torch.dtype, torch.layout, Op], _Prepared] = {}
         self._recent: deque[Any] = deque(maxlen=16)
         self._spare = SpareMemory()
+
+    @cached_property
+    def _pin(self) -> "Pin":
+        return Pin(self.carrier.group)
 
     def traits(self, device: torch.device) -> Traits:
         known = self._routes.get(device)
@@ -139,12 +148,13 @@ class TorchDistTransport:
             return self._begun(raw, call, out, 1)
         # Every rank sends its part to every other. gloo's own all_gather takes twice as long, at all sizes: it fills
         # new memory and copies that, on a thread whose heap keeps it.
-        memory = self._spare.take(filled.numel(), filled.dtype)
-        copies = memory[: filled.numel()]
+        # Small memory is not worth keeping.
+        lent = None if filled.numel() < SMALL else (self._spare, self._spare.take(filled.numel(), filled.dtype))
+        copies = torch.empty_like(filled) if lent is None else lent[1][: filled.numel()]
         copies.view(self.size, -1).copy_(sent.view(-1))  # a part may be empty
         with self._naming_the_lost(call):
             raw = self.carrier.group.alltoall_base(filled, copies, [], [], AllToAllOptions())
-        return self._begun(raw, call, out, 1, (self._spare, memory))
+        return self._begun(raw, call, out, 1, lent)
 
     def all_to_all(self, out: torch.Tensor, flat: torch.Tensor) -> Work:
         check_all_to_all(out, flat, self.size)
@@ -182,7 +192,13 @@ class TorchDistTransport:
             self._recent.append(raw)
         if self._routes[tensor.device].traits.stream_ordered:
             return StreamWork(raw, tensor, divide_by)
-        return SlicedWork(raw, tensor, divide_by, self.carrier.pin, lent)
+        return self.sliced(raw, tensor, divide_by, lent)
+
+    def sliced(
+        self, raw: Any, tensor: torch.Tensor, divide_by: int, lent: tuple[SpareMemory, torch.Tensor] | None = None
+    ) -> "SlicedWork":
+        """One of the group's work objects as ours."""
+        return SlicedWork(raw, tensor, divide_by, self._pin, lent)
 
     def dup(self, timeout_s: float | None = None, devices: Collection[torch.device] = ()) -> "TorchDistTransport":
         """See `Transport.dup`: connections (gloo) or a communicator (NCCL) of its own, for the tensors of `devices`.
@@ -235,3 +251,107 @@ class TorchDistTransport:
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class SlicedWork:
+    """A collective that host threads carry out, as gloo's do: it can be waited for in slices."""
+
+    def __init__(
+        self, raw: Any, tensor: torch.Tensor, divide_by: int, pin: "Pin", lent: tuple[SpareMemory, torch.Tensor] | None
+    ) -> None:
+        """`lent`: memory that it reads from until it is complete."""
+        self._raw = raw
+        self._tensor = tensor
+        self._divide_by = divide_by
+        self._pin: Pin | None = pin
+        self._lent = lent
+        self._complete = False
+        pin.hold()
+
+    def done(self) -> bool:
+        return self._complete or self._raw_done()
+
+    def wait(self, seconds: float) -> bool:
+        if self._complete:
+            return True
+        if not self._wait_raw(seconds):
+            return False
+        self._unpin()
+        if self._divide_by > 1:
+            with torch.no_grad():
+                self._tensor.div_(self._divide_by)
+        if self._lent is not None:
+            spare, memory = self._lent
+            spare.give_back(memory)
+            self._lent = None
+        self._complete = True
+        return True
+
+    def _wait_raw(self, seconds: float) -> bool:
+        """Wait for one slice. Returns whether it is complete; raises if it failed."""
+        try:
+            waited = self._raw.wait(timedelta(seconds=max(seconds, 0.001)))  # gloo takes 0 ms for "no limit"
+            return waited is not False or self._raw_done()
+        except TypeError:  # a Work written in Python need not take a timeout
+            return self._raw.wait() is not False or self._raw_done()
+        except (RuntimeError, TimeoutError) as error:
+            if "not implemented" in str(error):  # one that was made from a future takes none either
+                return FutureWork(self._raw.get_future()).wait(seconds)
+            if not self._raw_done():
+                if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
+                    return False  # the slice is over, nothing else
+                raise
+        # It failed, or completed just after the slice: another wait returns at once and tells which.
+        self._unpin()
+        self._raw.wait()
+        return True
+
+    def _raw_done(self) -> bool:
+        try:
+            return bool(self._raw.is_completed())
+        except (AttributeError, NotImplementedError):  # nor be able to tell
+            return False
+
+    def _unpin(self) -> None:
+        if self._pin is not None:
+            self._pin.release()
+            self._pin = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_pin", None) is None:
+            return
+        if self._raw_done():
+            self._unpin()
+        else:
+            # Abandoned: gloo's thread must not be the one that frees these, see `collectives.store_call`.
+            for held in (self._raw, self._tensor):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+
+
+class Pin:
+    """Keeps a process group from being destroyed while a collective of it is in flight.
+
+    Why a group must not be destroyed then
+    --------------------------------------
+    The destructor of ProcessGroupGloo joins its threads, and a thread whose peer never comes waits for the group's
+    timeout (30 minutes). It runs in `dist.destroy_process_group()` and when the interpreter clears its modules, so a
+    rank that was interrupted could not exit. Gloo's `abort` and `shutdown` do nothing about it (measured, torch 2.13).
+    A reference that nobody gives back skips the destructor: the kernel ends the threads with the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._flights = 0
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        with self._lock:
+            self._flights += 1
+            if self._flights == 1:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def release(self) -> None:
+        with self._lock:
+            self._flights -= 1
+            if self._flights == 0:
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))

@@ -35,7 +35,7 @@ def find_route(transport: "TorchDistTransport", device: torch.device) -> Route:
         # Our own duplicate has no backend for this kind of device; a group written in Python has none at all.
         backend = "" if transport.carrier.duplicates else str(users.name())
     if type(users) is not dist.ProcessGroup:
-        return Route(Traits(), backend, PythonGroup(users, backend))
+        return Route(Traits(), backend, PythonGroup(users, backend, weakref.proxy(transport)))
     on_host = device.type == "cpu"
     traits = Traits(
         single=size == 1 and not transport.counts_as_several,

@@ -6,7 +6,7 @@ import torch
 
 from paceline.collectives.protocols import Transport
 from paceline.collectives.reduction import Flight, GradBucket
-from paceline.collectives.torch_work import SpareMemory
+from paceline.collectives.spare_memory import SpareMemory
 from paceline.collectives.tree_sum import tree_sum
 from paceline.errors import UsageError
 from paceline.strategies.multi_step import SteppedWork, Steps

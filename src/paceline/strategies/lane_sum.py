@@ -8,7 +8,7 @@ import torch
 from paceline.blocks import Block, aligned_blocks, lanes_of
 from paceline.collectives.protocols import Op, Transport
 from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
-from paceline.collectives.torch_work import SpareMemory
+from paceline.collectives.spare_memory import SpareMemory
 from paceline.collectives.tree_sum import tree_sum_of_blocks
 from paceline.errors import UsageError
 from paceline.strategies.multi_step import SideStream, SteppedWork, Steps

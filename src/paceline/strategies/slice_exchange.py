@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from paceline.collectives.protocols import Transport, Work
-from paceline.collectives.torch_work import SpareMemory
+from paceline.collectives.spare_memory import SpareMemory
 from paceline.strategies.multi_step import Steps
 
 PIECE_BYTES = 8 << 20
