@@ -8,7 +8,7 @@ import torch
 from paceline.collectives.reduction import LaneBlock
 from paceline.errors import BackwardAborted, UnreducedGradients, UsageError
 from paceline.reducer import lane_shapes, report_errors
-from paceline.reducer.backward import Backward
+from paceline.reducer.autograd import Backward
 from paceline.reducer.lanes import Lanes, LaneState
 from paceline.reducer.participation import abandon
 from paceline.reducer.report import Mode, StepReport

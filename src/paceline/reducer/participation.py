@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.errors import IllegalMove, PacelineError
-from paceline.reducer.backward import unsettled_reducers
+from paceline.reducer.autograd import unsettled_reducers
 from paceline.reducer.step import StepRole
 from paceline.reducer.unreduced import claim_by_hand, is_thrown_away, lend_all
 

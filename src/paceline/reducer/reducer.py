@@ -18,8 +18,17 @@ from paceline.collectives.reduction_needs import check_goes_over, forget_other_r
 from paceline.collectives.wait import EventWork, FutureWork
 from paceline.errors import BackwardAborted, IllegalMove, PacelineError
 from paceline.reducer import participation
-from paceline.reducer.autograd import ParamHooks, at_end_of_backward, task_id
-from paceline.reducer.backward import NO_TASK, TWO_THREADS, Backward, Backwards, Settlement, unsettled_reducers
+from paceline.reducer.autograd import (
+    NO_TASK,
+    TWO_THREADS,
+    Backward,
+    Backwards,
+    ParamHooks,
+    Settlement,
+    at_end_of_backward,
+    task_id,
+    unsettled_reducers,
+)
 from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.buckets import BucketSet, Schedule
 from paceline.reducer.device_reports import DeviceReports

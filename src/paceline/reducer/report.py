@@ -75,7 +75,7 @@ class StepReport:
     not_finite: int = 0
     lane_step: int = 0  # the step whose lanes run: must be equal
     lane_shape: int = 0  # see reducer/lane_shapes.py
-    several: bool = False  # other replicas take part in the same backward: see reducer/backward.py
+    several: bool = False  # other replicas take part in the same backward: see reducer/autograd.py
     owned_elsewhere: int = 0  # digest of the parameters that another replica reduces, which shares them: must be equal
     used: tuple[int, ...] = ()  # which parameters took part, see reducer/used_params.py
     lane_weights: tuple[float, ...] = ()  # of the lanes that this rank ran, and zeros

@@ -10,7 +10,7 @@ import torch
 from paceline.collectives.reduction import LaneBlock
 from paceline.collectives.wait import EventWork
 from paceline.errors import GraphChanged
-from paceline.reducer.backward import Backward, unsettled_reducers
+from paceline.reducer.autograd import Backward, unsettled_reducers
 from paceline.reducer.bucket import GradSlot
 from paceline.reducer.report import Abort, Mode, PendingReports, StepReport
 from paceline.reducer.step_observer import Findings

@@ -12,7 +12,7 @@ from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.buckets import BucketSet
 
 if TYPE_CHECKING:
-    from paceline.reducer.backward import Backward
+    from paceline.reducer.autograd import Backward
     from paceline.reducer.reducer import Reducer
 
 
