@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.replica.guard import all_replicas
+from paceline.replica.live import all_replicas
 from tests.models import draw, mlp
 from tests.pool import Pool
 

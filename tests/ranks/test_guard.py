@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 from paceline.collectives import LocalTransport, Transport
 from paceline.collectives.threads import run
 from paceline.errors import UnreducedGradients
-from paceline.replica.guard import live_replicas
+from paceline.replica.live import live_replicas
 from tests.models import DDP, Branches, assert_close, assert_same_bits, draw, mlp, values
 
 

@@ -10,7 +10,7 @@ from paceline.errors import BackwardAborted, UnreducedGradients, UsageError
 from paceline.reducer import lane_shapes, report_errors
 from paceline.reducer.autograd import Backward
 from paceline.reducer.lanes import Lanes, LaneState
-from paceline.reducer.participation import abandon
+from paceline.reducer.participation import abandon, abort
 from paceline.reducer.report import Mode, StepReport
 from paceline.reducer.step import StepRole
 from paceline.reducer.unreduced import first_with_gradient
@@ -272,7 +272,7 @@ class LaneBatch:
         reducer.prepare()
         if not begun:
             reducer.begin_reduction()
-        reducer.abort()
+        abort(reducer)
 
     def _empty_buckets(self) -> None:
         """Have empty buckets for the next lane. Which parameters took part in those before it is not forgotten."""

@@ -84,9 +84,16 @@ def abandon(reducer: "Reducer") -> None:
             return
         if not backward.delivered:
             reducer.begin_reduction()
-        reducer.abort()
+        abort(reducer)
         for other in unsettled_reducers.called(reducer):
             _leave(other)
+
+
+def abort(reducer: "Reducer") -> None:
+    """Complete a reduction that the others wait for, without gradients."""
+    reducer.bucket_set.drop_gradients()
+    reducer.contribution.mark_aborted()
+    reducer.finish()
 
 
 def discard_in_flight(reducer: "Reducer") -> None:
@@ -114,7 +121,7 @@ def _leave(reducer: "Reducer") -> None:
         elif waited_for and not reducer.batch.has_lanes and not reducer.backwards.running() and not reducer.is_alone():
             reducer.prepare()
             reducer.begin_reduction()
-            reducer.abort()
+            abort(reducer)
 
 
 def discard_others(reducer: "Reducer") -> None:

@@ -17,18 +17,8 @@ from paceline.collectives.reduction import Reduction
 from paceline.collectives.reduction_needs import check_goes_over, forget_other_ranks
 from paceline.collectives.wait import EventWork, FutureWork
 from paceline.errors import BackwardAborted, IllegalMove, PacelineError
-from paceline.reducer import participation
-from paceline.reducer.autograd import (
-    NO_TASK,
-    TWO_THREADS,
-    Backward,
-    Backwards,
-    ParamHooks,
-    Settlement,
-    at_end_of_backward,
-    task_id,
-    unsettled_reducers,
-)
+from paceline.reducer import autograd, participation
+from paceline.reducer.autograd import Backward, Backwards, ParamHooks, task_id, unsettled_reducers
 from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.buckets import BucketSet, Schedule
 from paceline.reducer.device_reports import DeviceReports
@@ -43,7 +33,7 @@ from paceline.reducer.shared_params import has_shared
 from paceline.reducer.static_graph import GraphMemory
 from paceline.reducer.step import Contribution, Division, RankBatch, StepRole, StepState, Weighting
 from paceline.reducer.step_observer import Findings
-from paceline.reducer.unreduced import add_without_counting, end_unreduced, note_unreduced
+from paceline.reducer.unreduced import add_without_counting, end_alone, end_unreduced
 from paceline.reducer.weighting import check_unweighted, resume_step
 from paceline.trace import Moment, Trace
 
@@ -92,7 +82,7 @@ class Reducer:
         self.device = layout.params[0].device
         self._slot_of = self.bucket_set.slot_of
         self._one_device = all(meta.device == self.device for meta in layout.params)
-        self._unsettled: Settlement | None = None  # has sent, and not received
+        self._unsettled: autograd.Settlement | None = None  # has sent, and not received
         on_device = DeviceReports(self.device) if self.device.type == "cuda" else None
         self.reports = ReportExchange(group, on_device)
         self.planning = Planning(settings, group, self.device)
@@ -146,7 +136,7 @@ class Reducer:
             if schedule.polls and schedule.in_flight:
                 schedule.advance()
             busy = self.planning.measures or (schedule.polls and schedule.in_flight)
-            self.backwards.counting = NO_TASK if busy or not self._one_device else backward.task
+            self.backwards.counting = autograd.NO_TASK if busy or not self._one_device else backward.task
             return None
 
     def _first_gradient(self, task: int, param: torch.Tensor) -> Backward:
@@ -253,10 +243,10 @@ class Reducer:
         self.step_state.reduced()
         if settled.plans:
             self.planning.after_reduction(self.bucket_set, self.ready_order)
-        self._wait_for_buffer_hooks()
+        self.wait_for_buffer_hooks()
         return settled.error
 
-    def _wait_for_buffer_hooks(self) -> None:
+    def wait_for_buffer_hooks(self) -> None:
         for future in self.after_backward:
             self.wait(FutureWork(future), f"a buffer hook of backward {self.reductions}")
         self.after_backward.clear()
@@ -267,7 +257,7 @@ class Reducer:
         """The backward that is under way, begun if need be. A backward inside it counts as part of it."""
         if (found := self.backwards.found(task)) is not None:
             if found.task != task and found.met_another:
-                raise IllegalMove(TWO_THREADS)
+                raise IllegalMove(autograd.TWO_THREADS)
             return found
         if (due := self._unsettled) is not None and due.is_own(self.lock, lambda: self._unsettled is due):
             self.receive()
@@ -329,17 +319,17 @@ class Reducer:
             if backward.met_another:
                 self.contribution.abort = Abort.THREADS
                 participation.abandon(self)
-                raise BackwardAborted(TWO_THREADS, ranks=[self.transport.rank])
+                raise BackwardAborted(autograd.TWO_THREADS, ranks=[self.transport.rank])
             if backward.alone and not self.hooks:
                 if backward.delivered:
-                    self._finish_alone(backward)
+                    end_alone(self, backward)
             elif backward.reduces:
                 if not backward.delivered:  # the loss touched no parameter, but the other ranks wait
                     self.batch.begin_untouched(backward)
                 if self.batch.end_backward():
                     self._send()
-                    running = at_end_of_backward(self._at_very_end)
-                    self._unsettled = Settlement(running, threading.get_ident())
+                    running = autograd.at_end_of_backward(self._at_very_end)
+                    self._unsettled = autograd.Settlement(running, threading.get_ident())
                     unsettled_reducers.add(self)
                     return
             elif backward.delivered:
@@ -365,15 +355,6 @@ class Reducer:
             self.schedule.wait_results()
             self._send_report()
 
-    def _finish_alone(self, backward: Backward) -> None:
-        self.trace.stamp(Moment.BACKWARD_END, self.reductions)
-        if backward.syncs:
-            self._wait_for_buffer_hooks()
-            self.step_state.reduced()
-            self.reset()
-        else:
-            note_unreduced(self.bucket_set)
-
     def begin_reduction(self, role: StepRole = StepRole.FULL) -> None:
         """A reduction begins, in which this rank takes part as `role` says."""
         self.schedule.number += 1
@@ -383,12 +364,6 @@ class Reducer:
             self.planning.begin(self.reductions, multi_step=self.schedule.reduction.multi_step)
         self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
         self.batch.begin_reduction()
-
-    def abort(self) -> None:
-        """Complete a reduction that the others wait for, without gradients."""
-        self.bucket_set.drop_gradients()
-        self.contribution.mark_aborted()
-        self.finish()
 
     def reset(self) -> None:
         self.batch.reset(memory_lost=self.bucket_set.replace_memory_in_flight(self.transport))

@@ -10,6 +10,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.buckets import BucketSet
+from paceline.trace import Moment
 
 if TYPE_CHECKING:
     from paceline.reducer.autograd import Backward
@@ -44,6 +45,18 @@ def end_unreduced(reducer: "Reducer") -> None:
         reducer.on_finished()
     if held:  # until the next backward, so that zero_grad() can throw them away
         show_all(reducer.bucket_set)
+
+
+def end_alone(reducer: "Reducer", backward: "Backward") -> None:
+    """A backward is over with nobody to reduce with: autograd has made the mean already."""
+    reducer.trace.stamp(Moment.BACKWARD_END, reducer.reductions)
+    if backward.syncs:
+        reducer.wait_for_buffer_hooks()
+        reducer.step_state.reduced()
+        reducer.reset()
+    else:
+        for slot in reducer.bucket_set.slots:  # which are not hooked
+            slot.dirty = slot.grad is not None
 
 
 def _holds(reducer: "Reducer") -> bool:
@@ -133,12 +146,6 @@ def forget_thrown_away(buckets: BucketSet) -> None:
     for slot in buckets.slots:
         if slot.grad is None and not slot.held:
             slot.used = slot.dirty = False
-
-
-def note_unreduced(buckets: BucketSet) -> None:
-    """Note what a backward has left, where parameters are not hooked."""
-    for slot in buckets.slots:
-        slot.dirty = slot.grad is not None
 
 
 def hold_all(buckets: BucketSet) -> bool:

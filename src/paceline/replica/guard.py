@@ -43,40 +43,36 @@ class StepGuard:
         gate: UpdateGate,
     ) -> None:
         self._gate = weakref.ref(gate)
-        self._reducer = weakref.ref(reducer)
-        self._replica = weakref.ref(replica)
+        self.reducer = weakref.ref(reducer)
+        self.replica = weakref.ref(replica)
         self._managed = managed
         self._ignored = ignored
         self._refuses = refuses
         self._closed = False
         self._stepping: set[int] = set()  # ids of optimizers; one may step inside another's step
         self._unchecked: set[int] = set()  # of those, the ones that have not run the closure they were given
-        _guards.add(self)
-
-    @property
-    def replica(self) -> nn.Module | None:
-        return self._replica()
+        guards.add(self)
 
     @property
     def _owned(self) -> OwnedBlocks | None:
         """What this rank owns of the parameters, where an optimizer updates that in their place."""
-        return getattr(self._replica(), "_owned", None)
+        return getattr(self.replica(), "_owned", None)
 
     @property
     def module(self) -> nn.Module | None:
         """What the replica has wrapped now: it may be given another module, such as a compiled one."""
-        replica = self._replica()
+        replica = self.replica()
         return None if replica is None else replica.get_submodule("module")
 
     def close(self) -> None:
         """Look no more."""
         self._closed = True
-        _guards.remove(self)
+        guards.remove(self)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._stepping.discard(id(optimizer))  # of one that failed in its step and is gone
         self._unchecked.discard(id(optimizer))
-        reducer = self._reducer()
+        reducer = self.reducer()
         if reducer is None or self._closed:
             return None
         if not callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
@@ -96,15 +92,14 @@ class StepGuard:
         the closure returns, each time.
         """
         self._unchecked.discard(id(optimizer))
-        reducer = self._reducer()
-        if reducer is None or self._replica() is None or self._closed:
+        reducer = self.reducer()
+        if reducer is None or self.replica() is None or self._closed:
             return False
         refuses = self._refuses and not reducer.step_state.local_steps
         params = self._params_of(optimizer)
         ids = set(map(id, params))
         if refuses and not ids <= self._managed:
-            unmanaged = [p for p in params if id(p) not in self._managed and p.grad is not None]
-            refuse_unmanaged(unmanaged, self.module, self._ignored)
+            refuse_unmanaged(params, self._managed, self.module, self._ignored)
         if ids.isdisjoint(self._managed):
             return False
         if self._owned is not None and self._owned.cut:
@@ -155,7 +150,7 @@ class StepGuard:
             if (gate := self._gate()) is not None and gate.closed:
                 gate.open(optimizer)
             self._stepping.discard(id(optimizer))
-            if (reducer := self._reducer()) is not None:
+            if (reducer := self.reducer()) is not None:
                 reducer.step_state.end_update(id(optimizer))
                 reducer.trace.stamp(Moment.OPTIMIZER_END, reducer.reductions)
             if not self._stepping:  # one that steps inside another is no step of its own
@@ -204,15 +199,4 @@ class _Guards:
         return [guard for guard in self._all if not guard._closed]
 
 
-_guards = _Guards()
-
-
-def all_replicas() -> list[Any]:
-    """The replicas of this process, oldest first."""
-    return [guard.replica for guard in _guards.live() if guard.replica is not None]
-
-
-def live_replicas() -> list[tuple[nn.Module, Reducer]]:
-    """The modules that are wrapped in this process, oldest first, each with its reducer."""
-    found = [(guard.module, guard._reducer()) for guard in _guards.live()]
-    return [(module, reducer) for module, reducer in found if module is not None and reducer is not None]
+guards = _Guards()

@@ -23,7 +23,7 @@ from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.reducer.participation import discard_in_flight
 from paceline.replica import arguments, start_equal
 from paceline.replica.assembly import reduction_of
-from paceline.replica.guard import all_replicas
+from paceline.replica.live import all_replicas
 from paceline.replica.monitor import ReplicaMonitor
 
 

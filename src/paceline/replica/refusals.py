@@ -20,11 +20,14 @@ JOINED = (
 )
 
 
-def refuse_unmanaged(params: Sequence[torch.Tensor], module: nn.Module | None, ignored: Container[str]) -> None:
-    """Raise if some of `params` came, or were unfrozen, after `module` was wrapped: nobody reduces their gradients."""
+def refuse_unmanaged(
+    params: Sequence[torch.Tensor], managed: Container[int], module: nn.Module | None, ignored: Container[str]
+) -> None:
+    """Raise if some of `params` came, or were unfrozen, after `module` was wrapped: nobody reduces their gradients.
+    `managed`: the ids of those that were there."""
     named = () if module is None else module.named_parameters()
     names = {id(p): name for name, p in named if name not in ignored}
-    found = [names[id(p)] for p in params if id(p) in names]
+    found = [names[id(p)] for p in params if id(p) in names and id(p) not in managed and p.grad is not None]
     if found:
         raise UnreducedGradients(
             f"{_listed(found)} became trainable, or took another parameter's place, after wrapping, so their "

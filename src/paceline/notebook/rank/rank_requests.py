@@ -158,7 +158,7 @@ def collect(since_ns: int) -> dict[str, Any]:
     """
     if "paceline.replica.guard" not in sys.modules:
         return {"replicas": []}
-    from paceline.replica.guard import live_replicas
+    from paceline.replica.live import live_replicas
 
     found = [_read(type(module).__name__, reducer, since_ns) for module, reducer in live_replicas()]
     return {"replicas": [replica for replica in found if replica is not None]}
