@@ -80,7 +80,7 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
         narrow = NarrowParameters(replica._module_parameters, config.param_dtype)
         core.on_finished = narrow.widen
         if monitor is not None:
-            monitor.wide = narrow.wide
+            monitor.state.wide = narrow.wide
         state_hooks = narrow.widen_before_state_is_read(replica.module)
         cast_buffers(replica.module, config.buffer_dtype, replica.parameters_to_ignore)
     if owned is not None and owned.units is not None:

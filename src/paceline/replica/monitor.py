@@ -1,7 +1,5 @@
 """Do replicas stay equal, and are gradients finite? Checked by the reports that ranks exchange in every step."""
 
-import logging
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,17 +7,15 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.agree.capsule import Kind
 from paceline.agree.finite import FiniteCheck
-from paceline.agree.state_digest import PendingDigest, Piece, Rotation, StateReplaced, start_digest
-from paceline.agree.state_parts import NamedState, optimizer_tensors
+from paceline.agree.state_digest import PendingDigest, StateReplaced, start_digest
 from paceline.collectives.group import Group
 from paceline.reducer.bucket import GradSlot
 from paceline.reducer.report import StepReport
 from paceline.reducer.step_observer import Decision, Findings
 from paceline.replica.agreement import Agreement
+from paceline.replica.compared_state import ComparedState
 from paceline.replica.lane_buffers import LaneBuffers
 from paceline.replica.responses import NonFiniteSteps, resolve_drift
-
-logger = logging.getLogger("paceline")
 
 COMPARED_PER_ROUND = 8  # comparisons on a device within `state_every` steps
 
@@ -39,24 +35,16 @@ class ReplicaMonitor:
         buffers: LaneBuffers | None = None,
         adds: int = 1,
     ) -> None:
-        """`buffers`: only in lanes are they meant to be equal on all ranks, when a step begins. `adds`: how many
-        gradients are added up, if that is more than one of each rank."""
+        """For `params` and `buffers` see `ComparedState`. `adds`: how many gradients are added up, if that is more than
+        one of each rank."""
         agreement.check_trust(group.size)
         self.agreement = agreement
         self.group = group
         # Called with the kind, the text, the ranks, and whether it is about the step before the one that runs.
         self.on_finding: Callable[[Kind, str, Sequence[int], bool], None] | None = None
         self.bad_in: Callable[[int], list[str]] = lambda _: []  # whose gradients a gate has found not to be finite
-        self.wide: Callable[[], list[torch.Tensor]] | None = None  # the parameters where others stand in for them
         self.only_adds: Callable[[], bool] = lambda: False  # whether a reduction only adds gradients up
-        self._buffers = buffers
-        self._params = params
-        self._names = {id(param): name for name, param in params}
-        self._optimizers: list[weakref.ref[Optimizer]] = []
-        self._params_only = False  # ranks hold different optimizer states, as they do where these are sharded
-        self._rotation: Rotation | None = None
-        self._stale = True  # the state has to be listed again
-        self._signature = 0
+        self.state = ComparedState(params, max(1, agreement.state_every), buffers)
         self._compares = bool(agreement.state_every) and not group.single
         self._step = self._compared = 0
         self._digest: PendingDigest | None = None
@@ -73,10 +61,8 @@ class ReplicaMonitor:
     def note_optimizer(self, optimizer: object, *, local: bool) -> None:
         assert isinstance(optimizer, Optimizer)
         self._compares = self._compares and not local
-        if not any(known() is optimizer for known in self._optimizers):
-            self._optimizers = [known for known in self._optimizers if known() is not None]
-            self._optimizers.append(weakref.ref(optimizer))
-            self._stale = True  # its state will be there when the next step begins
+        if not any(known() is optimizer for known in self.state.optimizers):
+            self.state.add_optimizer(optimizer)
 
     # ---- one step
 
@@ -84,19 +70,18 @@ class ReplicaMonitor:
         self._step, self._digest = number, None
         if not self._compares or self._is_captured():
             return
-        every = self.agreement.state_every
-        if self._stale or self._compared % every == 0:
-            self.list_state()
-        assert self._rotation is not None
+        state, every = self.state, self.agreement.state_every
+        if state.stale or self._compared % every == 0:
+            state.list_anew()
         first, self._compared = self._compared, self._compared + 1
         # On a device every call costs the host more than the bytes cost the device: several parts are read together.
-        on_device = self._params[0][1].is_cuda and self._buffers is None
+        on_device = state.on_device and state.buffers is None
         together = max(1, every // COMPARED_PER_ROUND) if on_device else 1
         if first % together:
             return
-        changing = [] if self._buffers is None else self._buffers.changing()
+        changing = [] if state.buffers is None else state.buffers.changing()
         try:
-            parts = [piece.flat() for n in range(first, first + together) for piece in self._rotation.part(n)]
+            parts = [piece.flat() for n in range(first, first + together) for piece in state.rotation.part(n)]
         except StateReplaced:  # an optimizer was released: its part is compared after the state was listed again
             return
         self._digest = start_digest([*parts, *changing])
@@ -104,7 +89,7 @@ class ReplicaMonitor:
     def _is_captured(self) -> bool:
         """Whether this step goes into a CUDA graph, whose replays run nothing on the host: nothing could be compared,
         and reading a digest would end the capture."""
-        return any(param.is_cuda for _, param in self._params[:1]) and torch.cuda.is_current_stream_capturing()
+        return self.state.on_device and torch.cuda.is_current_stream_capturing()
 
     def look_at_own(self, parts: Sequence[torch.Tensor]) -> None:
         self._finite.look_at_own(parts)
@@ -122,14 +107,14 @@ class ReplicaMonitor:
         elif self.looks_at_sums:
             self._finite.look_at_sums(sums, only_added=self.only_adds())
             found = self._finite.taken()
-        return Findings(state, 0 if digest is None else self._signature, found)
+        return Findings(state, 0 if digest is None else self.state.signature, found)
 
     def decide(self, rows: Sequence[StepReport], slots: Sequence[GradSlot] | None) -> Decision:
         error = None
         if not all(row.signature for row in rows):
             pass
         elif len({row.signature for row in rows}) > 1:
-            self.compare_parameters_only()
+            self.state.compare_parameters_only()
         elif len({row.state for row in rows}) > 1:
             error = self._resolve_drift(late=slots is None)
         if not self.looks_at_sums:
@@ -142,50 +127,19 @@ class ReplicaMonitor:
         """In a world of one on a device, which has no reports: whose gradients were not finite in `step`. May raise."""
         self._non_finite.decide_alone(step, bad)
 
-    # ---- what is compared
-
-    def list_state(self) -> int:
-        """List the tensors that are compared. Returns a digest of their names, shapes and dtypes."""
-        params = self._params
-        if self.wide is not None:
-            params = [(name, value) for (name, _), value in zip(params, self.wide(), strict=True)]
-        buffers, optimizers = self._buffers, () if self._params_only else self._optimizers
-        noted = [] if buffers is None else buffers.compared()
-        state = [pair for known in optimizers for pair in optimizer_tensors(known, self._names)]
-        named: NamedState = [*params, *noted, *sorted(state, key=lambda pair: pair[0])]
-        self._stale = False
-        if self._rotation is None:
-            self._rotation = Rotation(named, max(1, self.agreement.state_every))
-        else:
-            self._rotation.renew(named)
-        self._signature = self._rotation.signature()
-        return self._signature
-
-    def whole_state(self) -> list[Piece]:
-        """All that is compared, listed again: an optimizer may have replaced a tensor since it was listed."""
-        self.list_state()
-        assert self._rotation is not None
-        return self._rotation.whole()
-
-    def compare_parameters_only(self) -> None:
-        """Ranks that hold different tensors cannot compare them; parameters are the same everywhere, by agreement."""
-        if not self._params_only:
-            logger.info("ranks hold different optimizer states, so only parameters are compared between them")
-        self._params_only = self._stale = True
-
     def begin_anew(self) -> None:
         """The group has moved to ranks that have compared nothing yet."""
-        self._rotation, self._stale = None, True
+        self.state.stale = True
         self._compared = self._non_finite.in_a_row = 0
         self._digest = None
 
     # ---- what was found
 
     def _resolve_drift(self, *, late: bool) -> Exception | None:
-        pieces = self.whole_state()  # a weight that drifted has often taken its moments along
+        pieces = self.state.whole()  # a weight that drifted has often taken its moments along
         error, healed = resolve_drift(pieces, self.group, self.agreement, self._step, self._report, late=late)
-        if healed and self._buffers is not None:
-            self._buffers.put_back()
+        if healed and self.state.buffers is not None:
+            self.state.buffers.put_back()
         return error
 
     def _report(self, kind: Kind, text: str, ranks: Sequence[int], late: bool) -> bool:

@@ -188,13 +188,13 @@ def resume_from_one_rank(monitor: ReplicaMonitor, step_state: StepState) -> None
     """
     group = monitor.group
     rows = gather_ints(
-        group, [monitor.list_state(), step_state.commits, int(step_state.whole)], "the comparison of states"
+        group, [monitor.state.list_anew(), step_state.commits, int(step_state.whole)], "the comparison of states"
     )
     if len({signature for signature, _, _ in rows}) > 1:  # a rank that was replaced has no optimizer state yet
-        monitor.compare_parameters_only()
+        monitor.state.compare_parameters_only()
     whole = [rank for rank, row in enumerate(rows) if row[2]]
     source = max(whole, key=lambda rank: (rows[rank][1], -rank)) if whole else 0
-    pieces = monitor.whole_state()
+    pieces = monitor.state.whole()
     digests = gather_ints(group, [state_digest([piece.flat() for piece in pieces])], "the comparison of states")
     if any(digest != digests[0] for digest in digests):
         for piece in pieces:

@@ -1,0 +1,64 @@
+"""The state of a replica that is meant to be equal on all ranks: parameters, buffers in lanes, optimizer states."""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from paceline.agree.state_digest import Piece, Rotation
+from paceline.agree.state_parts import NamedState, optimizer_tensors
+from paceline.replica.lane_buffers import LaneBuffers
+
+logger = logging.getLogger("paceline")
+
+
+class ComparedState:
+    """Lists the tensors, and has the rotation in which they are compared."""
+
+    def __init__(
+        self, params: Sequence[tuple[str, torch.Tensor]], every: int, buffers: LaneBuffers | None = None
+    ) -> None:
+        """`every`: in how many steps all of them are compared. `buffers`: only in lanes are they meant to be equal on
+        all ranks, when a step begins."""
+        self.buffers = buffers
+        self.on_device = bool(params) and params[0][1].is_cuda
+        self.optimizers: list[weakref.ref[Optimizer]] = []
+        self.wide: Callable[[], list[torch.Tensor]] | None = None  # the parameters where others stand in for them
+        self.stale = True  # the tensors have to be listed again
+        self.rotation = Rotation([], every)
+        self.signature = 0  # a digest of their names, shapes and dtypes
+        self._params = params
+        self._names = {id(param): name for name, param in params}
+        self._params_only = False  # ranks hold different optimizer states, as they do where these are sharded
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        self.optimizers = [known for known in self.optimizers if known() is not None]
+        self.optimizers.append(weakref.ref(optimizer))
+        self.stale = True  # its state will be there when the next step begins
+
+    def list_anew(self) -> int:
+        """List the tensors: an optimizer may have replaced one since. Returns the signature."""
+        params = self._params
+        if self.wide is not None:
+            params = [(name, value) for (name, _), value in zip(params, self.wide(), strict=True)]
+        noted = [] if self.buffers is None else self.buffers.compared()
+        optimizers = () if self._params_only else self.optimizers
+        state = [pair for known in optimizers for pair in optimizer_tensors(known, self._names)]
+        named: NamedState = [*params, *noted, *sorted(state, key=lambda pair: pair[0])]
+        self.rotation.renew(named)
+        self.stale = False
+        self.signature = self.rotation.signature()
+        return self.signature
+
+    def whole(self) -> list[Piece]:
+        """All of it, listed anew."""
+        self.list_anew()
+        return self.rotation.whole()
+
+    def compare_parameters_only(self) -> None:
+        """Ranks that hold different tensors cannot compare them; parameters are the same everywhere, by agreement."""
+        if not self._params_only:
+            logger.info("ranks hold different optimizer states, so only parameters are compared between them")
+        self._params_only = self.stale = True
