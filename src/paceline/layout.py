@@ -52,6 +52,12 @@ class ParamMeta:
             expected *= size
         return True
 
+    def view_of(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        """The part of `flat` memory from `offset` on, shaped and strided like the parameter."""
+        if self.dense:
+            return flat.as_strided(self.shape, self.stride, flat.storage_offset() + offset)
+        return flat[offset : offset + self.numel].view(self.shape)
+
     @property
     def kind(self) -> tuple[torch.dtype, torch.device] | None:
         """Gradients of one kind may share a bucket. None shares with nobody."""

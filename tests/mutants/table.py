@@ -48,9 +48,9 @@ MUTANTS = [
     ),
     Mutant(
         "a parameter without a gradient contributes what was in memory",
-        "reducer/bucket.py",
-        "        elif not slot.held:\n            self.zero(slot)\n\n    def zero",
-        "\n    def zero",
+        "reducer/single_gradient.py",
+        "    elif not slot.held:\n        bucket.zero(slot)\n",
+        "",
     ),
     Mutant(
         "a second gradient overwrites the first",
@@ -201,9 +201,9 @@ MUTANTS = [
     ),
     Mutant(
         "the mean over gloo is a sum",
-        "collectives/torch_dist.py",
-        "        return route, options, self.size if divides else 1\n",
-        "        return route, options, 1\n",
+        "collectives/torch_routes.py",
+        "    return route, options, size if divides else 1\n",
+        "    return route, options, 1\n",
     ),
     Mutant(
         "collectives are not counted",

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives import Transport
-from paceline.collectives.reduction import Reduction
+from paceline.collectives.reduction_protocol import Reduction
 from paceline.collectives.threads import run
 from paceline.errors import UsageError
 from paceline.strategies.fixed_order import FixedOrder

@@ -12,7 +12,8 @@ from torch import nn
 
 from paceline.collectives import LocalTransport, Op, Transport, Work, finish
 from paceline.collectives.protocols import Traits
-from paceline.collectives.reduction import GradBucket, Mean, Reduction
+from paceline.collectives.reduction import GradBucket, Mean
+from paceline.collectives.reduction_protocol import Reduction
 from paceline.collectives.threads import run
 from paceline.collectives.tree_sum import tree_sum
 from paceline.errors import PeerLost, UsageError

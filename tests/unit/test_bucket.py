@@ -9,6 +9,7 @@ from paceline.errors import IllegalMove
 from paceline.layout import BucketCaps, ParamMeta, plan_layout
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.buckets import BucketSet
+from paceline.reducer.single_gradient import contribute_nothing_new
 from paceline.reducer.sparse_bucket import SparseBucket
 from paceline.reducer.unreduced import accumulate, lend
 
@@ -135,7 +136,7 @@ def test_an_untouched_gradient_comes_back_as_it_was() -> None:
             bucket.arrive(bucket.slots[0], 1.0)
             accumulate(bucket)
         for slot in bucket.slots:
-            bucket.contribute_nothing_new(slot, 0.1)
+            contribute_nothing_new(slot, 0.1)
             slot.view.fill_(99)
             bucket.publish_grads(slot, touched=False)
         assert p.grad.tolist() == [1, 3]

@@ -92,10 +92,6 @@ class Rotation:
     """
 
     def __init__(self, named: NamedState, every: int) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise UsageError(
-                f"every: expected the number of steps in which the whole state is compared, 1 or more, got {every!r}"
-            )
         self._every = every
         self.renew(named)
 

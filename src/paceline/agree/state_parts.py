@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from paceline.errors import UsageError
+
 # A cut inside a tensor is a multiple of this: what begins there can be read as wide integers.
 ALIGN_BYTES = 64
 
@@ -53,6 +55,10 @@ def _paths(state: Any, before: Path = ()) -> Iterator[Path]:
 
 def cut(metadata: Sequence[tuple[int, int]], every: int) -> list[list[tuple[int, int, int]]]:
     """For (elements, bytes of an element) of each tensor: what each part holds, as (tensor, begin, end)."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise UsageError(
+            f"every: expected the number of steps in which the whole state is compared, 1 or more, got {every!r}"
+        )
     total = sum(numel * itemsize for numel, itemsize in metadata)
     borders = [total * number // every for number in range(1, every)]
     parts: list[list[tuple[int, int, int]]] = [[] for _ in range(every)]

@@ -4,7 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from paceline.collectives.protocols import Op, Work
 from paceline.collectives.wait import FutureWork
@@ -28,6 +33,14 @@ def reduce_options(op: Op, backend: str) -> tuple[AllreduceOptions, bool]:
     divides = op is Op.MEAN and backend != "nccl"
     options = AllreduceOptions()
     options.reduceOp = _REDUCE_OPS[Op.SUM if divides else op]
+    return options, divides
+
+
+def scatter_options(op: Op, backend: str) -> tuple[ReduceScatterOptions, bool]:
+    """The same for a reduce_scatter."""
+    of_all, divides = reduce_options(op, backend)
+    options = ReduceScatterOptions()
+    options.reduceOp = of_all.reduceOp
     return options, divides
 
 

@@ -1,8 +1,7 @@
-"""How one bucket is combined: what the reducer calls, and the plain mean. `strategies` has the other reductions."""
+"""How one bucket is combined: what a reduction is given, what it returns, and the plain mean."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -79,27 +78,6 @@ class Flight:
 
     work: Work
     result: Callable[[], torch.Tensor | None] = result_is_in_place
-
-
-class Reduction(Protocol):
-    """Combines one bucket over all ranks."""
-
-    def divides(self, transport: Transport, device: torch.device) -> bool:
-        """Whether it divides by the number of ranks itself; else gradients are divided on their way in."""
-        ...
-
-    @property
-    def multi_step(self) -> bool:
-        """True when it may start further collectives as earlier ones complete, so that nothing else may be started
-        between them: ranks would disagree about the order."""
-        ...
-
-    @property
-    def trivial_alone(self) -> bool:
-        """True when it changes nothing in a world of one, so that gradients need no buckets there."""
-        ...
-
-    def __call__(self, bucket: GradBucket, transport: Transport) -> Flight: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-)
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, BroadcastOptions
 
 from paceline.collectives.group import finish
 from paceline.collectives.own_group import Carrier, duplicate
@@ -30,19 +24,17 @@ from paceline.collectives.protocols import (
     check_gather,
     check_reducible,
     check_root,
-    check_tree,
 )
-from paceline.collectives.python_group import reduce_options
+from paceline.collectives.python_group import scatter_options
 from paceline.collectives.spare_memory import SpareMemory
 from paceline.collectives.stream_work import StreamWork
-from paceline.collectives.torch_routes import Route, find_route
+from paceline.collectives.torch_routes import PreparedAllReduce, Route, find_route, prepare_all_reduce
 from paceline.collectives.torch_store import watch_of
 from paceline.collectives.wait import FutureWork
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import UsageError
 
 SMALL = 16384  # elements
-_Prepared = tuple[Route, AllreduceOptions, int]  # of an all_reduce; the number is what the sum is divided by
 
 
 class TorchDistTransport:
@@ -74,7 +66,7 @@ class TorchDistTransport:
         self._devices = devices
         self.counts_as_several = counts_as_several
         self._routes: dict[torch.device, Route] = {}
-        self._prepared: dict[tuple[torch.device, torch.dtype, torch.layout, Op], _Prepared] = {}
+        self._prepared: dict[tuple[torch.device, torch.dtype, torch.layout, Op], PreparedAllReduce] = {}
         self._recent: deque[Any] = deque(maxlen=16)
         self._spare = SpareMemory()
 
@@ -97,7 +89,7 @@ class TorchDistTransport:
         prepared = self._prepared.get(kind)
         first = prepared is None
         if prepared is None:
-            prepared = self._prepared[kind] = self._prepare(flat, op)
+            prepared = self._prepared[kind] = prepare_all_reduce(self._route(flat.device), flat, op, self.size)
         route, options, divide_by = prepared
         if route.detour is not None:
             return route.detour.all_reduce(flat, op)
@@ -111,14 +103,6 @@ class TorchDistTransport:
             self.watch.calls.began(call)
             return StreamWork(raw, flat, divide_by)
         return self._begun(raw, call, flat, divide_by)
-
-    def _prepare(self, flat: torch.Tensor, op: Op) -> "_Prepared":
-        """What every all_reduce of such tensors needs, once it is known that it can be done."""
-        check_reducible(flat, op)
-        route = self._route(flat.device)
-        check_tree(op, route.traits.tree_sum)
-        options, divides = reduce_options(op, route.backend)
-        return route, options, self.size if divides else 1
 
     def broadcast(self, flat: torch.Tensor, root: int = 0) -> Work:
         check_root(root, self.size)
@@ -169,9 +153,7 @@ class TorchDistTransport:
 
     def reduce_scatter_tensor(self, out: torch.Tensor, flat: torch.Tensor, op: Op = Op.SUM) -> Work:
         check_reducible(flat, op)
-        options = ReduceScatterOptions()
-        all_options, divides = reduce_options(op, self._route(flat.device).backend)
-        options.reduceOp = all_options.reduceOp
+        options, divides = scatter_options(op, self._route(flat.device).backend)
         call = CollectiveCall.of("reduce_scatter", flat, op.value)
         with self._naming_the_lost(call):
             raw = self.carrier.group._reduce_scatter_base(_real(out), _real(flat), options)

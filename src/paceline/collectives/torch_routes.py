@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllreduceOptions
 
 from paceline.collectives.own_group import backend_name
-from paceline.collectives.protocols import Traits
-from paceline.collectives.python_group import PythonGroup
+from paceline.collectives.protocols import Op, Traits, check_reducible, check_tree
+from paceline.collectives.python_group import PythonGroup, reduce_options
 from paceline.collectives.torch_staged import DeviceStaging
 
 if TYPE_CHECKING:
@@ -48,3 +49,14 @@ def find_route(transport: "TorchDistTransport", device: torch.device) -> Route:
     )
     detour = DeviceStaging(weakref.proxy(transport)) if on_host and backend in ("", "nccl") else None
     return Route(traits, backend, detour, gathers_by_copies=on_host and backend == "gloo")
+
+
+PreparedAllReduce = tuple[Route, AllreduceOptions, int]  # the number is what the sum is divided by
+
+
+def prepare_all_reduce(route: Route, flat: torch.Tensor, op: Op, size: int) -> PreparedAllReduce:
+    """What every all_reduce of such tensors needs, once it is known that it can be done."""
+    check_reducible(flat, op)
+    check_tree(op, route.traits.tree_sum)
+    options, divides = reduce_options(op, route.backend)
+    return route, options, size if divides else 1

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import UsageError
 from paceline.progress import Phase, own_progress
 from paceline.reducer import shared_params
+from paceline.reducer.swapped_contents import install_hooks, mark_of_contents
 
 if TYPE_CHECKING:
     from paceline.reducer.bucket import GradSlot
@@ -29,15 +30,7 @@ if TYPE_CHECKING:
 # gradient, so it is not wrapped in a function of ours.
 task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-# The current stream of a device as a number. Asked for every gradient on a device.
-raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: -1)
-
 NO_TASK = -2  # no backward has this number, and -1 is no backward at all
-
-TWO_THREADS = (
-    "two threads have run a backward of one replica at the same time, so their gradients cannot be told apart; run "
-    "them one after another, or add the losses and run one backward"
-)
 
 
 def refuse_compiled_autograd() -> None:
@@ -240,18 +233,6 @@ class UnsettledReducers(threading.local):
 unsettled_reducers = UnsettledReducers()
 
 
-# A dict that goes with the contents of a tensor when `torch.utils.swap_tensors` gives it those of another. Who keeps it
-# can tell later whether that was done. A weak reference would not do: tensors that have one are refused there.
-_mark_of_contents: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
-
-
-def _install_hooks(param: torch.Tensor) -> Sized:
-    """Have autograd run the hooks that are registered: it forgets them when the contents are swapped, and the dict that
-    lists them is not told. Returns that dict."""
-    param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
-    return param._post_accumulate_grad_hooks
-
-
 class ParamHooks:
     """The hooks of one replica on its parameters, and on the outputs of its forward."""
 
@@ -260,7 +241,7 @@ class ParamHooks:
         self._slots = owner.bucket_set.slots
         self._params = [slot.param for slot in self._slots]
         self._handles: list[RemovableHandle] = []
-        self._marks: list[dict[str, object]] = []  # see _mark_of_contents
+        self._marks: list[dict[str, object]] = []  # see swapped_contents.py
         self._closed = False
 
     def register(self) -> None:
@@ -282,15 +263,15 @@ class ParamHooks:
         """Hook parameters again that were given other contents, as `torch.utils.swap_tensors` does: the hooks have
         gone with the contents before. `takes_over`: parameters that other replicas hold too are this one's from now
         on. Asked in every forward, so it costs little."""
-        if not all(map(operator.is_, map(_mark_of_contents, self._params), self._marks)):
+        if not all(map(operator.is_, map(mark_of_contents, self._params), self._marks)):
             self._install()
         if takes_over and any(slot.owned_elsewhere for slot in self._slots):
             shared_params.claim(self._owner)
 
     def _install(self) -> None:
         for slot in self._slots:
-            slot.hooks = _install_hooks(slot.param)
-        self._marks = [_mark_of_contents(param) for param in self._params]
+            slot.hooks = install_hooks(slot.param)
+        self._marks = [mark_of_contents(param) for param in self._params]
 
     def __bool__(self) -> bool:
         """Whether the parameters are hooked."""

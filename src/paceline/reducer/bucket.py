@@ -4,41 +4,29 @@ import sys
 from collections.abc import Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 
 import torch
 
 from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
 from paceline.errors import IllegalMove
 from paceline.layout import BucketSpec, ParamMeta
-from paceline.reducer.autograd import raw_stream
 from paceline.reducer.bucket_shards import BucketShards
-from paceline.reducer.grad_streams import GradStreams
+from paceline.reducer.grad_streams import GradStreams, raw_stream
 from paceline.reducer.shard import Shard
-from paceline.reducer.single_gradient import move_in, own_view
+from paceline.reducer.single_gradient import CACHED_BYTES, choose_flushes, move_in, own_view
 
-# On a host gradients are copied while they are still in the cache: when so many bytes, or so many gradients, wait.
-CACHED_BYTES = 64 * 1024
-TOGETHER = 64
 # Products of several tensors of other types at once are rounded another way than those of one.
 _EXACT = (torch.float32, torch.float64)
 
 
 class BucketState(Enum):
-    """The life of a bucket within one backward."""
+    """The life of a bucket within one backward. The states follow each other, and the first one follows the last."""
 
-    FILLING = auto()  # some gradients are missing
-    FULL = auto()  # all gradients are in; waits for its turn
-    IN_FLIGHT = auto()  # the transport owns the memory
-    REDUCED = auto()  # reduced
-
-
-_NEXT_STATES = {
-    BucketState.FILLING: (BucketState.FULL,),
-    BucketState.FULL: (BucketState.IN_FLIGHT,),
-    BucketState.IN_FLIGHT: (BucketState.REDUCED,),
-    BucketState.REDUCED: (BucketState.FILLING,),
-}
+    FILLING = 0  # some gradients are missing
+    FULL = 1  # all gradients are in; waits for its turn
+    IN_FLIGHT = 2  # the transport owns the memory
+    REDUCED = 3  # reduced
 
 
 @dataclass(eq=False, slots=True)
@@ -155,30 +143,16 @@ class Bucket:
             self.renew_view(slot)
             slot.flushes = False
         if self.on_host and not self.in_turn:
-            self._choose_flushes()
-
-    def _choose_flushes(self) -> None:
-        """Gradients that come in this order are copied while they are in the cache; in another, sooner or later."""
-        waiting = nbytes = 0
-        for slot in self.slots:
-            waiting, nbytes = waiting + 1, nbytes + slot.nbytes
-            slot.flushes = waiting == TOGETHER or nbytes >= CACHED_BYTES
-            if slot.flushes:
-                waiting = nbytes = 0
+            choose_flushes(self.slots)
 
     def renew_view(self, slot: GradSlot) -> None:
-        """Point `slot` at its part of the buffer, shaped and strided like the parameter."""
-        if slot.meta.dense:
-            slot.view = self.flat.as_strided(
-                slot.meta.shape, slot.meta.stride, self.flat.storage_offset() + slot.offset
-            )
-        else:
-            slot.view = self.flat[slot.offset : slot.offset + slot.meta.numel].view(slot.meta.shape)
+        """Point `slot` at its part of the buffer."""
+        slot.view = slot.meta.view_of(self.flat, slot.offset)
         slot.address = slot.view.data_ptr()
 
     def move(self, to: BucketState) -> None:
-        """Enter state `to`; a move that is not in the table is an error of ours and is refused."""
-        if to not in _NEXT_STATES[self.state]:
+        """Enter state `to`; anything but the next one is an error of ours and is refused."""
+        if to.value != (self.state.value + 1) % len(BucketState):
             raise IllegalMove(f"bucket {self.spec.index} cannot go from {self.state.name} to {to.name}")
         self.state = to
 
@@ -276,18 +250,6 @@ class Bucket:
             self.shards.clear_gaps()
         if self.streams is not None:
             self.streams.join()
-
-    def contribute_nothing_new(self, slot: GradSlot, scale: float) -> None:
-        """Complete a slot that got no gradient in this backward: with what was there before, else with zeros."""
-        grad = slot.param.grad
-        if grad is not None:
-            if not slot.used:
-                slot.kept = grad.clone() if slot.attached() else grad
-            self.arrived.append(slot)
-            if not self.in_turn:
-                self.collect(scale)
-        elif not slot.held:
-            self.zero(slot)
 
     def zero(self, slot: GradSlot) -> None:
         """Have zeros in the place of a gradient, when the bucket is launched at the latest."""

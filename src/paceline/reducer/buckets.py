@@ -11,11 +11,12 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
-from paceline.collectives.reduction import Reduction
+from paceline.collectives.reduction_protocol import Reduction
 from paceline.layout import BucketCaps, Layout, plan_layout
 from paceline.reducer.allocate import WHOLE, Sharding, make_buckets
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.conversion import follow_conversion
+from paceline.reducer.single_gradient import contribute_nothing_new
 from paceline.reducer.step_observer import StepObserver
 from paceline.trace import Moment, Trace
 
@@ -83,7 +84,7 @@ class BucketSet:
                 if slot.owned_elsewhere:
                     bucket.zero(slot)
                 elif not slot.fired:
-                    bucket.contribute_nothing_new(slot, scale)
+                    contribute_nothing_new(slot, scale)
             bucket.move(BucketState.FULL)
         return lacking
 
@@ -97,14 +98,6 @@ class BucketSet:
             self.allocate(transport)
             return True
         return False
-
-    def drop_gradients(self) -> None:
-        for slot in self.slots:
-            if not slot.owned_elsewhere:
-                slot.param.grad = None
-            if slot.shard is not None:
-                slot.shard.drop()
-            slot.kept = None
 
     def follow_parameters(self, caps: BucketCaps, transport: Transport) -> bool:
         """Lay out anew if the module was converted after wrapping, as by `module.double()`. Returns True if it was."""

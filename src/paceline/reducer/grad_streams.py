@@ -1,10 +1,12 @@
 """The streams of a device that the gradients in one bucket were made on."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from paceline.reducer.autograd import raw_stream
+# The current stream of a device as a number. Asked for every gradient on a device.
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: -1)
 
 
 class GradStreams:

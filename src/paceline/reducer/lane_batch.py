@@ -13,7 +13,7 @@ from paceline.reducer.lanes import Lanes, LaneState
 from paceline.reducer.participation import abandon, abort
 from paceline.reducer.report import Mode, StepReport
 from paceline.reducer.step import StepRole
-from paceline.reducer.unreduced import first_with_gradient
+from paceline.reducer.unreduced import drop_all, first_with_gradient
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer
@@ -123,7 +123,7 @@ class LaneBatch:
         if not (backward.delivered or backward.reduces):
             return True
         if lanes.state is not LaneState.OPEN:  # it was refused: see begin_backward
-            reducer.bucket_set.drop_gradients()
+            drop_all(reducer.bucket_set)
             self._empty_buckets()
             return True
         reducer.on_failed()
@@ -183,7 +183,7 @@ class LaneBatch:
             reducer.apply_pending_layout()  # on all ranks in the same step, whatever their first lanes do
             stale = first_with_gradient(reducer.bucket_set)
             if stale is None:
-                reducer.bucket_set.drop_gradients()
+                drop_all(reducer.bucket_set)
             return stale
 
     def owe(self, step: int) -> None:
@@ -203,7 +203,7 @@ class LaneBatch:
                     f"instead of the lane's last backward"
                 )
             reducer.prepare()
-            reducer.bucket_set.drop_gradients()
+            drop_all(reducer.bucket_set)
             self._empty_buckets()  # an earlier microbatch of this lane may have left something
             reducer.contribution.role = StepRole.SKIPPED
             self._close_without_backward()

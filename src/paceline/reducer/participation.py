@@ -1,17 +1,24 @@
 """How a rank takes part in a reduction without a backward of its own that ended well."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from paceline.errors import IllegalMove, PacelineError
+from paceline.errors import BackwardAborted, IllegalMove, PacelineError
 from paceline.reducer.autograd import unsettled_reducers
+from paceline.reducer.report import Abort
 from paceline.reducer.step import StepRole
-from paceline.reducer.unreduced import claim_by_hand, is_thrown_away, lend_all
+from paceline.reducer.unreduced import claim_by_hand, drop_all, is_thrown_away, lend_all
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer
+
+
+TWO_THREADS = (
+    "two threads have run a backward of one replica at the same time, so their gradients cannot be told apart; run "
+    "them one after another, or add the losses and run one backward"
+)
 
 
 def reduce_now(reducer: "Reducer", *, by_hand: bool = False) -> None:
@@ -89,9 +96,16 @@ def abandon(reducer: "Reducer") -> None:
             _leave(other)
 
 
+def fail_in_two_threads(reducer: "Reducer") -> NoReturn:
+    """A backward has ended that had company: no rank has gradients of it, and this one is told why."""
+    reducer.contribution.abort = Abort.THREADS
+    abandon(reducer)
+    raise BackwardAborted(TWO_THREADS, ranks=[reducer.transport.rank])
+
+
 def abort(reducer: "Reducer") -> None:
     """Complete a reduction that the others wait for, without gradients."""
-    reducer.bucket_set.drop_gradients()
+    drop_all(reducer.bucket_set)
     reducer.contribution.mark_aborted()
     reducer.finish()
 
@@ -101,7 +115,7 @@ def discard_in_flight(reducer: "Reducer") -> None:
     ranks: `abandon` would complete the reduction that they wait for, over a transport that is no more."""
     with reducer.lock, torch.no_grad():
         reducer.backwards.close()
-        reducer.bucket_set.drop_gradients()
+        drop_all(reducer.bucket_set)
         reducer.after_backward.clear()
         reducer.reset()
         reducer.dropped = True
@@ -137,4 +151,4 @@ def discard_unsettled(reducer: "Reducer") -> None:
     with reducer.lock, torch.no_grad():
         with suppress(PacelineError):
             reducer.receive()
-        reducer.bucket_set.drop_gradients()
+        drop_all(reducer.bucket_set)

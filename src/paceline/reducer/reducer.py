@@ -13,10 +13,9 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
-from paceline.collectives.reduction import Reduction
-from paceline.collectives.reduction_needs import check_goes_over, forget_other_ranks
+from paceline.collectives.reduction_protocol import Reduction, check_goes_over, forget_other_ranks
 from paceline.collectives.wait import EventWork, FutureWork
-from paceline.errors import BackwardAborted, IllegalMove, PacelineError
+from paceline.errors import IllegalMove, PacelineError
 from paceline.reducer import autograd, participation
 from paceline.reducer.autograd import Backward, Backwards, ParamHooks, task_id, unsettled_reducers
 from paceline.reducer.bucket import Bucket, BucketState
@@ -25,7 +24,7 @@ from paceline.reducer.device_reports import DeviceReports
 from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.lanes import Lanes
 from paceline.reducer.planning import Planning
-from paceline.reducer.report import Abort, ReportExchange
+from paceline.reducer.report import ReportExchange
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.settle import Settled, is_aborted, publish_grads, settle
 from paceline.reducer.settle_late import error_of_earlier, settle_unread
@@ -257,7 +256,7 @@ class Reducer:
         """The backward that is under way, begun if need be. A backward inside it counts as part of it."""
         if (found := self.backwards.found(task)) is not None:
             if found.task != task and found.met_another:
-                raise IllegalMove(autograd.TWO_THREADS)
+                raise IllegalMove(participation.TWO_THREADS)
             return found
         if (due := self._unsettled) is not None and due.is_own(self.lock, lambda: self._unsettled is due):
             self.receive()
@@ -317,9 +316,7 @@ class Reducer:
             if backward is None:
                 return
             if backward.met_another:
-                self.contribution.abort = Abort.THREADS
-                participation.abandon(self)
-                raise BackwardAborted(autograd.TWO_THREADS, ranks=[self.transport.rank])
+                participation.fail_in_two_threads(self)
             if backward.alone and not self.hooks:
                 if backward.delivered:
                     end_alone(self, backward)

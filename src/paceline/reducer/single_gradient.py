@@ -1,11 +1,41 @@
-"""One gradient on its way into its bucket: what cannot be copied together with others by one call."""
+"""One gradient on its way into its bucket: which are copied while they are in the cache, and what cannot be copied
+together with others by one call."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from paceline.reducer.bucket import GradSlot
+
+
+# On a host gradients are copied while they are still in the cache: when so many bytes, or so many gradients, wait.
+CACHED_BYTES = 64 * 1024
+TOGETHER = 64
+
+
+def choose_flushes(slots: "Sequence[GradSlot]") -> None:
+    """Gradients that come in this order are copied while they are in the cache; in another, sooner or later."""
+    waiting = nbytes = 0
+    for slot in slots:
+        waiting, nbytes = waiting + 1, nbytes + slot.nbytes
+        slot.flushes = waiting == TOGETHER or nbytes >= CACHED_BYTES
+        if slot.flushes:
+            waiting = nbytes = 0
+
+
+def contribute_nothing_new(slot: "GradSlot", scale: float) -> None:
+    """Complete a slot that got no gradient in this backward: with what was there before, else with zeros."""
+    bucket, grad = slot.bucket, slot.param.grad
+    if grad is not None:
+        if not slot.used:
+            slot.kept = grad.clone() if slot.attached() else grad
+        bucket.arrived.append(slot)
+        if not bucket.in_turn:
+            bucket.collect(scale)
+    elif not slot.held:
+        bucket.zero(slot)
 
 
 def move_in(slot: "GradSlot", grad: torch.Tensor, scale: float) -> None:

@@ -148,6 +148,16 @@ def forget_thrown_away(buckets: BucketSet) -> None:
             slot.used = slot.dirty = False
 
 
+def drop_all(buckets: BucketSet) -> None:
+    """Have no gradients at all."""
+    for slot in buckets.slots:
+        if not slot.owned_elsewhere:
+            slot.param.grad = None
+        if slot.shard is not None:
+            slot.shard.drop()
+        slot.kept = None
+
+
 def hold_all(buckets: BucketSet) -> bool:
     """Hold every gradient that is visible. False, and nothing is done, if there is none, or one not of ours."""
     slots = [slot for slot in buckets.slots if slot.grad is not None]

@@ -11,7 +11,15 @@ from paceline.errors import UsageError
 from paceline.reducer.bucket import GradSlot
 from paceline.reducer.participation import abandon
 from paceline.reducer.report import Mode
-from paceline.reducer.unreduced import first_with_gradient, has_foreign, hold_all, is_empty, is_thrown_away, show_all
+from paceline.reducer.unreduced import (
+    drop_all,
+    first_with_gradient,
+    has_foreign,
+    hold_all,
+    is_empty,
+    is_thrown_away,
+    show_all,
+)
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer
@@ -53,7 +61,7 @@ def _hold_weighted(reducer: "Reducer") -> str | None:
             return None
         stale = first_with_gradient(reducer.bucket_set)
         if stale is None and reducer.backwards.current is None and not reducer.batch.has_lanes:
-            reducer.bucket_set.drop_gradients()
+            drop_all(reducer.bucket_set)
             reducer.reset()  # what an earlier microbatch has left was thrown away by zero_grad()
         return stale
 
@@ -65,7 +73,7 @@ def resume_step(reducer: "Reducer") -> None:
         return  # a lane begins with empty gradients
     weighted = reducer.weighting.mode is not Mode.PLAIN
     if is_empty(reducer.bucket_set) or (weighted and is_thrown_away(reducer.bucket_set)):
-        reducer.bucket_set.drop_gradients()
+        drop_all(reducer.bucket_set)
         for slot in reducer.bucket_set.slots:
             slot.clear_backward() if reducer.batch.has_lanes else slot.clear()  # earlier lanes have used what they have
         reducer.weighting.reset()

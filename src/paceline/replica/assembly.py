@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.group import Group
-from paceline.collectives.reduction import Mean, Reduction
+from paceline.collectives.reduction import Mean
+from paceline.collectives.reduction_protocol import Reduction
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.layout import Layout, ParamMeta, lay_groups, plan_layout
 from paceline.placement import find_units, group_by_unit

@@ -13,7 +13,8 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.bucket_plan import Plan
 from paceline.collectives.protocols import Transport
-from paceline.collectives.reduction import Mean, Reduction
+from paceline.collectives.reduction import Mean
+from paceline.collectives.reduction_protocol import Reduction
 from paceline.errors import UsageError
 from paceline.kernels import kernel_settings
 from paceline.layout import BucketCaps, Layout

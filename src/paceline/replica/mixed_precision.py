@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.collectives.reduction import Mean, Reduction
+from paceline.collectives.reduction import Mean
+from paceline.collectives.reduction_protocol import Reduction
 from paceline.strategies.cast import Wire
 
 

@@ -19,7 +19,8 @@ from torch.distributed.algorithms.join import Join
 
 from paceline.collectives.group import Group, finish
 from paceline.collectives.protocols import Op, Transport
-from paceline.collectives.reduction import GradBucket, Reduction
+from paceline.collectives.reduction import GradBucket
+from paceline.collectives.reduction_protocol import Reduction
 from paceline.collectives.wait import FutureWork
 from paceline.errors import IllegalMove, UsageError
 from paceline.placement import Placement

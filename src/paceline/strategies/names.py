@@ -5,7 +5,8 @@ from types import MappingProxyType
 
 import torch
 
-from paceline.collectives.reduction import Mean, Reduction
+from paceline.collectives.reduction import Mean
+from paceline.collectives.reduction_protocol import Reduction
 from paceline.errors import UsageError
 from paceline.strategies.cast import Wide, Wire
 from paceline.strategies.fixed_order import FixedOrder

@@ -1,11 +1,33 @@
-"""What some reductions ask for beside what all have: a transport that is able, and to be told when the ranks change."""
+"""What every reduction answers to, and what some ask for beside it. The plain mean is in `reduction`, the others in
+`strategies`."""
 
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from paceline.collectives.protocols import Transport
-from paceline.collectives.reduction import Reduction
+from paceline.collectives.reduction import Flight, GradBucket
+
+
+class Reduction(Protocol):
+    """Combines one bucket over all ranks."""
+
+    def divides(self, transport: Transport, device: torch.device) -> bool:
+        """Whether it divides by the number of ranks itself; else gradients are divided on their way in."""
+        ...
+
+    @property
+    def multi_step(self) -> bool:
+        """True when it may start further collectives as earlier ones complete, so that nothing else may be started
+        between them: ranks would disagree about the order."""
+        ...
+
+    @property
+    def trivial_alone(self) -> bool:
+        """True when it changes nothing in a world of one, so that gradients need no buckets there."""
+        ...
+
+    def __call__(self, bucket: GradBucket, transport: Transport) -> Flight: ...
 
 
 @runtime_checkable
