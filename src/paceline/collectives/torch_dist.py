@@ -174,13 +174,11 @@ class TorchDistTransport:
             self._recent.append(raw)
         if self._routes[tensor.device].traits.stream_ordered:
             return StreamWork(raw, tensor, divide_by)
-        return self.sliced(raw, tensor, divide_by, lent)
-
-    def sliced(
-        self, raw: Any, tensor: torch.Tensor, divide_by: int, lent: tuple[SpareMemory, torch.Tensor] | None = None
-    ) -> "SlicedWork":
-        """One of the group's work objects as ours."""
         return SlicedWork(raw, tensor, divide_by, self._pin, lent)
+
+    def sliced(self, raw: Any, tensor: torch.Tensor, divide_by: int) -> "SlicedWork":
+        """A work object of a group written in Python as ours."""
+        return SlicedWork(raw, tensor, divide_by, self._pin, None)
 
     def dup(self, timeout_s: float | None = None, devices: Collection[torch.device] = ()) -> "TorchDistTransport":
         """See `Transport.dup`: connections (gloo) or a communicator (NCCL) of its own, for the tensors of `devices`.

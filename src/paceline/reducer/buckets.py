@@ -101,7 +101,7 @@ class BucketSet:
 
     def follow_parameters(self, caps: BucketCaps, transport: Transport) -> bool:
         """Lay out anew if the module was converted after wrapping, as by `module.double()`. Returns True if it was."""
-        if all(slot.param.dtype is slot.meta.dtype for slot in self.slots):
+        if not [slot for slot in self.slots if slot.param.dtype is not slot.meta.dtype]:
             return False
         metas = follow_conversion(self.slots, sharded=self.sharding.ownership is not None)
         self._planned = None
