@@ -275,7 +275,7 @@ def let_go_of(rank: int, size: int) -> None:
         torch.manual_seed(1)
         model = paceline.DistributedDataParallel(nn.Linear(512, 512).cuda(), placement="zero1")
         optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
-        net = model.module
+        net: Any = model.module
         model(torch.ones(4, 512, device="cuda")).square().mean().backward()
         if sleeps and rank == 0:
             torch.cuda._sleep(SECOND)
