@@ -224,6 +224,54 @@ def test_a_whole_gradient_is_refused_by_name(placement: str) -> None:
 
 
 @pytest.mark.parametrize("placement", SHARDED)
+def test_a_norm_of_the_shards_of_one_rank_is_refused(placement: str) -> None:
+    """A framework that clips what its optimizer has would scale the gradients by another number on every rank."""
+
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(9, 700, 5), transport=transport, placement=placement)
+        optimizer = model.optimizer(ADAMW)
+        for _ in range(2):  # an update does not take the guard away
+            model(draw(transport.rank, 4, 9)).square().mean().backward()
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            grads = [param.grad for param in params if param.grad is not None]
+            with pytest.raises(NotWhole, match=r"model.clip_grad_norm_\(\)"):
+                nn.utils.clip_grad_norm_(params, 1.0)
+            for norm in (
+                lambda: torch._foreach_norm(grads),
+                lambda: grads[0].detach().data.norm(2),
+                lambda: grads[0].float().norm(2),
+            ):
+                with pytest.raises(NotWhole, match=r"model.clip_grad_norm_\(\)"):
+                    norm()
+            nn.utils.clip_grad_value_(params, 0.5)  # which every rank does with its part
+            assert copy.deepcopy(grads[0]).sum() == grads[0].sum()
+            optimizer.step()
+            kept = [value for state in optimizer.state.values() for value in state.values()]
+            assert {type(value) for value in kept} == {torch.Tensor}
+
+    run(body, 2)
+
+
+@pytest.mark.parametrize("master", [None, torch.float64])
+@pytest.mark.parametrize("placement", ["ddp", *SHARDED])
+def test_a_closure_that_clips(placement: str, master: Any) -> None:
+    def loop(model: Any, optimizer: Any, rank: int) -> None:
+        optimizer = model.optimizer(ADAMW, lr=0.01, master=master) if master else optimizer
+        for number in range(3):
+
+            def closure(seed: int = 10 * rank + number) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(draw(seed, 4, 9)).square().mean()
+                loss.backward()
+                model.clip_grad_norm_(1e4)
+                return loss
+
+            optimizer.step(closure)
+
+    assert_as_ddp(placement, loop)
+
+
+@pytest.mark.parametrize("placement", SHARDED)
 def test_optimizers_that_look_at_whole_tensors_are_refused(placement: str) -> None:
     def body(transport: Transport) -> None:
         model = DDP(mlp(9, 700, 5), transport=transport, placement=placement)

@@ -30,6 +30,7 @@ class Shard:
         self.value = nn.Parameter(self.block)
         self.stand_in = StandIn(param, name, shard=self)
         self._reduced: torch.Tensor | None = None  # what was put into `value.grad`
+        self._guarded: torch.Tensor | None = None  # the same while an update has it without its guard
         self._earlier: torch.Tensor | None = None  # of earlier reductions, which nobody has thrown away
 
     def keep_master(self, dtype: torch.dtype) -> None:
@@ -68,15 +69,29 @@ class Shard:
         elif self.value.grad is self._reduced:  # a user has thrown it away, or has put something in its place
             self.value.grad = None
         if (reduced := self.value.grad) is not None:
-            self._earlier, self.value.grad = reduced.clone(), None
+            self._earlier, self.value.grad = reduced.as_subclass(torch.Tensor).clone(), None
 
     def publish(self, grad: torch.Tensor | None) -> None:
         """The gradient of the block has been reduced. None: no rank used the parameter."""
         earlier, self._earlier = self._earlier, None
         if grad is not None and earlier is not None:
             grad.add_(earlier)
-        self._reduced = self.value.grad = earlier if grad is None else grad
+        self._put(earlier if grad is None else grad)
         self.drop_unreduced()
+
+    def _put(self, grad: torch.Tensor | None) -> None:
+        self._reduced = self.value.grad = None if grad is None else grad.as_subclass(ShardGrad)
+
+    def lift_guard(self) -> None:
+        """The gradient is about to be used as what it is, the part of this rank."""
+        if isinstance(grad := self.value.grad, ShardGrad):
+            self._guarded, self.value.grad = grad, grad.as_subclass(torch.Tensor)
+
+    def guard(self) -> None:
+        """Undo `lift_guard`."""
+        guarded, self._guarded = self._guarded, None
+        if guarded is not None and (grad := self.value.grad) is not None:
+            self.value.grad = guarded if grad.data_ptr() == guarded.data_ptr() else grad.as_subclass(ShardGrad)
 
     def follow_user(self) -> None:
         """The optimizer is about to use the gradient. Who has set `param.grad` since it was reduced means this one:
@@ -85,7 +100,7 @@ class Shard:
         if shown is self.stand_in:
             return
         if shown is not None:
-            self._reduced = self.value.grad = self.cut(shown)
+            self._put(self.cut(shown))
         elif self.value.grad is self._reduced:
             self.value.grad = None
 
@@ -127,6 +142,29 @@ def flat_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.stride() != like.stride():
         tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
     return flat_of(tensor)
+
+
+class ShardGrad(torch.Tensor):
+    """This rank's part of a gradient, as it waits for the update. It is a tensor like others, but has no norm: clipping
+    by the norm of its part alone, each rank would scale its gradients by another number. An update gets plain tensors.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "norm" in (name := func.__name__):
+            raise NotWhole(
+                f"{name}() was called on gradients of an optimizer over shards, of which this rank has only its part, "
+                f"so the norm would be another one on every rank; clip with model.clip_grad_norm_(), whose result is "
+                f"the norm over all ranks"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.__deepcopy__ or func is torch.Tensor.__reduce_ex__:
+                return func(args[0].as_subclass(torch.Tensor).clone(), *args[1:])
+            result = func(*args, **kwargs or {})
+            looks_alike = type(result) is torch.Tensor and isinstance(args[0], cls) and result.shape == args[0].shape
+            return result.as_subclass(cls) if looks_alike else result
 
 
 class StandIn(torch.Tensor):

@@ -114,6 +114,14 @@ class OwnedBlocks:
             raise UsageError(f"a sharded placement clips by norms of an order above 0, got norm_type={norm_type}")
         for shard in self.shards:
             shard.follow_user()
+            shard.lift_guard()
+        try:
+            return self._clip(max_norm, norm_type, error_if_nonfinite, in_lanes=in_lanes)
+        finally:
+            for shard in self.shards:
+                shard.guard()
+
+    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, *, in_lanes: bool) -> torch.Tensor:
         grads = {at: shard.value.grad for at, shard in enumerate(self.shards) if shard.value.numel()}
         own = {at: grad for at, grad in grads.items() if grad is not None}
         device = self.shards[0].param.device

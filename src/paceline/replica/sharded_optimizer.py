@@ -17,6 +17,7 @@ from paceline.collectives.protocols import Op
 from paceline.errors import CollectiveMismatch, ModelMismatch, UsageError
 from paceline.reducer.shard import Shard, flat_as
 from paceline.replica.assembly import metas_of
+from paceline.replica.closures import with_closure
 from paceline.replica.owned import OwnedBlocks
 
 MASTER = "master"  # the key under which the state of a parameter has its wide copy
@@ -129,15 +130,19 @@ class _Update:
         self._masters = [shard for shard in self._shards if shard.has_master]
         self._narrow: list[torch.Tensor | None] = []
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._owned.follow_parameters()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._take_gradients()
+            return None
+        return with_closure(args, kwargs, self._take_gradients, first=self._give_back_gradients)
+
+    def _take_gradients(self) -> None:
         if self._owned.cut:
             for shard in self._shards:
                 shard.follow_user()
-        if not self._masters:
-            return
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
-            raise UsageError("an optimizer with master weights takes no closure; call backward before step()")
+                shard.lift_guard()
         with torch.no_grad():
             self._narrow = [shard.value.grad for shard in self._masters]
             for shard, grad in zip(self._masters, self._narrow, strict=True):
@@ -146,11 +151,16 @@ class _Update:
                     grad = flat_as(shard.param, shard.param.grad)
                 shard.value.grad = None if grad is None else grad.to(shard.value.dtype)
 
+    def _give_back_gradients(self) -> None:
+        for shard, grad in zip(self._masters, self._narrow, strict=False):  # nothing, if they were not taken
+            shard.value.grad = grad
+        self._narrow = []
+        for shard in self._shards:
+            shard.guard()
+
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._give_back_gradients()
         with torch.no_grad():
-            for shard, grad in zip(self._masters, self._narrow, strict=True):
-                shard.value.grad = grad
-            self._narrow = []
             for shard in self._shards:
                 shard.store_value()
             self._owned.follow_update()
