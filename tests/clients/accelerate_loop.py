@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
-from tests.clients.job import EPOCHS, Job, Trained, batches, copied, in_the_place_of_torchs, small_model
+from tests.clients.job import EPOCHS, Job, Trained, batches, copied, in_the_place_of_torchs, sharded, small_model
 
 
 @contextmanager
@@ -29,9 +29,14 @@ def forget() -> None:
 
 
 def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Trained:
+    ddp = sharded(ddp, job.placement)
     with in_the_place_of_torchs(ddp), accelerator_for(job) as accelerator:
         net = small_model()
-        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        if job.placement == "ddp":
+            model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        else:
+            model = accelerator.prepare(net)
+            optimizer = accelerator.prepare(model.optimizer(torch.optim.AdamW, lr=0.01))
         assert type(model) is ddp
         if resume is not None:
             accelerator.load_state(str(resume))
@@ -43,7 +48,7 @@ def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Tr
                     losses.append(loss.item())
                     accelerator.backward(loss)
                     if job.clip is not None and accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), job.clip)
+                        clip(job, accelerator, model)
                     optimizer.step()
                     optimizer.zero_grad()
             if epoch == 0:
@@ -52,6 +57,14 @@ def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Tr
         assert accelerator.unwrap_model(model) is net
         assert accelerator.get_state_dict(model).keys() == net.state_dict().keys()
         return Trained(copied(net.state_dict()), losses)
+
+
+def clip(job: Job, accelerator: Any, model: Any) -> None:
+    if job.placement == "ddp":
+        accelerator.clip_grad_norm_(model.parameters(), job.clip)
+    else:
+        accelerator.unscale_gradients()
+        model.clip_grad_norm_(job.clip)
 
 
 def checkpoint(save: Path) -> Path:

@@ -16,7 +16,8 @@ CHECKPOINT = "fabric.ckpt"
 
 
 def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Trained:
-    strategy = readme_block("PacelineFabric")["PacelineFabric"]() if issubclass(ddp, OURS) else DDPStrategy()
+    ours = readme_block("PacelineFabric")["PacelineFabric"]
+    strategy = ours(placement=job.placement) if issubclass(ddp, OURS) else DDPStrategy()
     fabric: Any = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=job.precision)
     fabric.launch()
     net = small_model()

@@ -25,6 +25,7 @@ class Job:
     precision: str = "32-true"  # in Lightning's words
     manual: bool = False  # Lightning: backward and step are called by the module
     recomputes: bool = False  # transformers: gradient checkpointing
+    placement: str = "ddp"  # of ours
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,32 @@ def batches(rank: int, microbatches: int) -> Iterator[torch.Tensor]:
     return iter(samples(microbatches).view(2, STEPS * microbatches, BATCH, 8)[rank])
 
 
-def readme_block(word: str) -> dict[str, Any]:
-    """What the Python block of the README that has `word` in it defines."""
+def readme_source(word: str) -> str:
+    """The Python block of the README that has `word` in it."""
     text = (Path(__file__).parents[2] / "README.md").read_text()
     (block,) = (
         block for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if word in block
     )
+    return str(block)
+
+
+def readme_block(word: str) -> dict[str, Any]:
+    """What that block defines."""
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(readme_source(word), names)
     return names
+
+
+def sharded(ddp: type[nn.Module], placement: str) -> type[nn.Module]:
+    """The class with another placement, as the README derives it."""
+    if placement == "ddp":
+        return ddp
+    text = readme_source("class Sharded").replace("zero2", placement)
+    with in_the_place_of_torchs(ddp):
+        names: dict[str, Any] = {}
+        exec(text, names)
+    found: type[nn.Module] = names["Sharded"]
+    return found
 
 
 @contextmanager

@@ -44,8 +44,10 @@ class Lit(pl.LightningModule):
 
 
 def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Trained:
-    strategy = readme_block("PacelineFabric")["Paceline"]() if issubclass(ddp, OURS) else DDPStrategy()
-    model = Lit(ddp, manual=job.manual)
+    ours = readme_block("PacelineFabric")["Paceline"]
+    strategy = ours(placement=job.placement) if issubclass(ddp, OURS) else DDPStrategy()
+    bases = (Lit,) if job.placement == "ddp" else (readme_block("class Clips")["Clips"], Lit)
+    model = type("Model", bases, {})(ddp, manual=job.manual)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not have many workers.*")  # which would make tiny data slower
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # between Lightning and torch

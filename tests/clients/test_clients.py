@@ -5,6 +5,7 @@ Clients are imported by the ranks alone, once, because that takes seconds.
 
 import importlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import paceline
-from tests.clients.job import EPOCHS, STEPS, Client, Job, Trained, small_model
+from paceline.errors import NotWhole
+from tests.clients.job import EPOCHS, STEPS, Client, Job, Trained, readme_block, sharded, small_model
 from tests.pool import Pool
 
 CLIENTS = ["accelerate_loop", "fabric_loop", "lightning_trainer", "transformers_trainer"]
@@ -42,6 +44,15 @@ def load(client: str) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"  # Accelerate sets it otherwise, with a warning
     return importlib.import_module(f"tests.clients.{client}")
+
+
+def compare_closely(expected: Trained, found: Trained) -> None:
+    """The same within rounding, but for what is nothing else: a bias before a BatchNorm has no effect."""
+    torch.testing.assert_close(found.losses, expected.losses[-len(found.losses) :], rtol=1e-5, atol=1e-6)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        if not name.endswith(("0.bias", "running_mean")):
+            torch.testing.assert_close(found.weights[name], value, rtol=1e-4, atol=1e-6)
 
 
 def compare(expected: Trained, found: Trained) -> None:
@@ -79,6 +90,48 @@ def resume_with_both(rank: int, size: int, client: str, job: Job, folder: Path) 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_resumes_with_the_same_bits(procs: Pool, tmp_path: Path, client: str, job: Job) -> None:
     procs(2).run(resume_with_both, client, job, tmp_path, deadline_s=DEADLINE_S)
+
+
+def train_in_shards(rank: int, size: int, client: str, placement: str, folder: Path) -> None:
+    loop: Client = load(client)
+    jobs = {"plain": Job(), "most": Job(2, precision="bf16-mixed"), "clipped": Job(clip=0.05)}
+    special = {"transformers_trainer": Job(recomputes=True), "fabric_loop": Job(precision="bf16-true")}
+    for name, job in {**jobs, "special": special.get(client, Job(manual=True))}.items():
+        reference, ours = folder / name / "reference", folder / name / "ours"
+        expected = loop.train(job, TORCHS, reference, None)
+        same = compare_closely if job.clip else compare  # the norm adds in another order
+        sharded = replace(job, placement=placement)
+        same(expected, loop.train(sharded, OURS, ours, None))
+        if name != "most":
+            continue
+        for saved, how, ddp in ((reference, sharded, OURS), (ours, sharded, OURS), (ours, job, TORCHS)):
+            resumed = loop.train(how, ddp, folder / f"{saved.name}-{how.placement}", loop.checkpoint(saved))
+            assert len(resumed.losses) == len(expected.losses) // 2
+            same(expected, resumed)
+
+
+@pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_trains_in_shards(procs: Pool, tmp_path: Path, client: str, placement: str) -> None:
+    procs(2).run(train_in_shards, client, placement, tmp_path, deadline_s=DEADLINE_S)
+
+
+def train_without_the_recipe(rank: int, size: int, client: str, folder: Path) -> None:
+    loop: Any = load(client)
+    placement = "zero2"
+    if client == "lightning_trainer":  # the strategy, but not the clipping
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "readme_block", lambda word: {**readme_block(word), "Clips": type("Nothing", (), {})})
+            loop.train(Job(clip=0.05, placement=placement), OURS, folder, None)
+    else:
+        loop.train(Job(), sharded(OURS, placement), folder, None)
+
+
+@pytest.mark.parametrize("client", ["accelerate_loop", "lightning_trainer", "transformers_trainer"])
+def test_a_client_that_does_not_know_of_shards_is_told(procs: Pool, tmp_path: Path, client: str) -> None:
+    for outcome in procs(2).attempt(train_without_the_recipe, client, tmp_path, deadline_s=DEADLINE_S):
+        assert isinstance(outcome.error, NotWhole)
+        assert "model.clip_grad_norm_()" in str(outcome.error) or "model.optimizer(" in str(outcome.error)
 
 
 def use_without_replacing(rank: int, size: int) -> None:

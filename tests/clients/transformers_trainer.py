@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from tests.clients.accelerate_loop import forget
-from tests.clients.job import BATCH, EPOCHS, STEPS, Job, Trained, copied, in_the_place_of_torchs
+from tests.clients.job import BATCH, EPOCHS, STEPS, Job, Trained, copied, in_the_place_of_torchs, readme_block, sharded
 
 VOCABULARY, LENGTH = 31, 12
 
@@ -33,7 +33,7 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2))
 
 
-class Recorded(Trainer):
+class Recorded:
     """Keeps the loss of every microbatch; what Trainer logs is rounded, and restored on resume."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,12 +41,14 @@ class Recorded(Trainer):
         self.losses: list[float] = []
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.losses.append(loss.item())
         return loss
 
 
 def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Trained:
+    ddp = sharded(ddp, job.placement)
+    base = Trainer if job.placement == "ddp" else readme_block("PacelineTrainer")["PacelineTrainer"]
     try:
         with in_the_place_of_torchs(ddp):
             arguments = TrainingArguments(
@@ -64,7 +66,8 @@ def train(job: Job, ddp: type[nn.Module], save: Path, resume: Path | None) -> Tr
                 logging_strategy="no",
             )
             model = gpt2()
-            trainer = Recorded(model, arguments, train_dataset=Tokens(2 * STEPS * job.microbatches * BATCH))
+            tokens = Tokens(2 * STEPS * job.microbatches * BATCH)
+            trainer: Any = type("Recording", (Recorded, base), {})(model, arguments, train_dataset=tokens)
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             assert type(trainer.model_wrapped) is ddp
             assert trainer.state.global_step == EPOCHS * STEPS

@@ -24,8 +24,9 @@ def text_of(document: str) -> str:
 
 
 def python_blocks() -> list[str]:
-    # Importing Lightning takes seconds; tests/clients trains with that block.
-    return [block for block in BLOCK.findall(text_of("README.md")) if "lightning" not in block]
+    # Importing these takes seconds; tests/clients trains with their blocks.
+    frameworks = re.compile("lightning|transformers")
+    return [block for block in BLOCK.findall(text_of("README.md")) if not frameworks.search(block)]
 
 
 def references() -> list[tuple[str, str]]:
