@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from paceline import Agreement
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
-from paceline.errors import ModelMismatch, NotWhole, UnreducedGradients, UsageError
+from paceline.errors import CollectiveMismatch, ModelMismatch, NotWhole, UnreducedGradients, UsageError
 from tests.models import DDP, Grads, assert_same_bits, draw, mlp, seeded
 
 SHARDED = ("zero1", "zero2", "zero3")
@@ -268,6 +268,53 @@ def test_changes_and_steps_inside_whole(placement: str) -> None:
     assert_as_ddp(placement, loop)
 
 
+class Residual(nn.Module):
+    """Two linear layers in a unit; what it returns may be a view, which the model goes on to change."""
+
+    def __init__(self, *, view: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.view = nn.Linear(8, 8), nn.Linear(8, 8), view
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.second(torch.tanh(self.first(x)))
+        return out.view(-1, 8)[:, :] if self.view else out
+
+
+class Residuals(nn.Module):
+    def __init__(self, *, view: bool = False) -> None:
+        super().__init__()
+        self.inputs, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+        self.layers = nn.ModuleList(Residual(view=view) for _ in range(3))
+        seeded(self)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.inputs(x)
+        for layer in self.layers:
+            x = layer(x)
+            x[0] = 0.0
+        return self.head(x)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_units_whose_outputs_are_changed_in_place(placement: str, view: bool) -> None:
+    assert_as_ddp(placement, module=lambda: Residuals(view=view))
+
+
+def test_a_gradient_penalty(placement: str) -> None:
+    """A backward through a backward needs parameters that the first one has done with."""
+
+    def loop(model: Any, optimizer: Any, rank: int) -> None:
+        for number in range(3):
+            x = draw(10 * rank + number, 4, 8).requires_grad_()
+            loss = model(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_as_ddp(placement, loop, module=Residuals)
+
+
 # ---- copies
 
 
@@ -371,6 +418,30 @@ def test_ranks_with_different_settings_are_told(placement: str) -> None:
 
     for body in (optimizers, placements, units):
         run(body, 2)
+
+
+def test_a_rank_that_steps_alone_is_told(placement: str) -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(net(), transport=transport, placement=placement, timeout=20)
+        optimizer = model.optimizer(ADAMW, lr=0.01)
+        backward(model, transport.rank)
+        if transport.rank == 0:
+            optimizer.step()
+        backward(model, transport.rank)
+
+    with pytest.raises(CollectiveMismatch):
+        run(body, 2)
+
+
+def test_ranks_that_add_different_groups_are_told(placement: str) -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(net(), transport=transport, placement=placement, timeout=20)
+        optimizer = model.optimizer(ADAMW, list(model.module[0].parameters()), lr=0.01)
+        optimizer.add_param_group({"params": list(model.module[2].parameters())})
+        with pytest.raises(ModelMismatch, match="lr of group 2 is 0.1 on rank 0 and 0.2 on rank 1"):
+            optimizer.add_param_group({"params": list(model.module[4].parameters()), "lr": 0.1 + 0.1 * transport.rank})
+
+    run(body, 2)
 
 
 def test_norms_that_cannot_be_had_over_shards(placement: str) -> None:

@@ -11,6 +11,7 @@ from paceline.collectives.stream_work import used_here
 from paceline.errors import CollectiveMismatch
 
 TAGS = 128  # that every floating point type tells apart
+VERSIONS_APART = 37  # in tags: the next version of one gather is not taken for another gather
 
 
 class BlockGather:
@@ -31,10 +32,15 @@ class BlockGather:
         self._blocks = [list(of_rank) for of_rank in blocks]
         self._sizes = [[block.numel() for block in of_rank] for of_rank in blocks]
         self._width = max(map(sum, self._sizes)) + 1
-        self._tag = tag % TAGS
+        self._number = tag
+        self.version = 0  # of what is gathered: ranks must come with the same one, too
         self._like = next(block for of_rank in blocks for block in of_rank)
         self._direct = direct
         self._flight: tuple[Work, torch.Tensor | None] | None = None
+
+    @property
+    def _tag(self) -> int:
+        return (self._number + VERSIONS_APART * self.version) % TAGS
 
     def start(self, group: Group) -> None:
         """Begin, unless it is under way."""
@@ -77,7 +83,8 @@ class BlockGather:
     def _check_tags(self, tags: Sequence[float], group: Group, what: str) -> None:
         if strange := [rank for rank, tag in enumerate(tags) if tag != self._tag]:
             raise CollectiveMismatch(
-                f"rank {group.rank} is gathering {what} while rank {strange[0]} is gathering something else; all ranks "
-                f"must run the same parts of the model in the same order",
+                f"rank {group.rank} is gathering {what} while rank {strange[0]} is gathering something else, or made "
+                f"another number of updates; all ranks must run the same parts of the model in the same order, and "
+                f"call optimizer.step() alike",
                 ranks=strange,
             )

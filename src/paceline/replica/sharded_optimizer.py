@@ -215,6 +215,8 @@ class ShardedOptimizer(Optimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else list(given)
         super().add_param_group({**param_group, "params": [_updated(param, self._owned) for param in params]})
+        if self._owned.cut:
+            _check_same_optimizer(self, self._owned, self._group, None)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("an optimizer over shards cannot be copied or pickled; keep its state_dict() instead")

@@ -133,10 +133,11 @@ class Unit:
                 whole.free()
         self.gathered = False
 
-    def forget(self, group: Group) -> None:
-        """Free the parameters, and drop what is on its way."""
+    def follow_update(self, group: Group) -> None:
+        """Free the parameters, and drop what is on its way: the shards have new values."""
         for gather in self._gathers:
             gather.discard(group)
+            gather.version += 1
         self.free()
 
     def keep_changes(self) -> None:
@@ -212,7 +213,7 @@ class Units:
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if tensors and torch.is_grad_enabled() and unit is not self._root:
             # When these have their gradients, everything in the unit has run backward.
-            register_multi_grad_hook(tensors, lambda _: self._free(unit))
+            register_multi_grad_hook(tensors, lambda _: self._after_backward(unit))
         if task_id() != -1:
             return  # computed again inside a backward
         if unit is self._root:
@@ -230,6 +231,8 @@ class Units:
         watched = [tensor for tensor in tensors if tensor.grad_fn is not None]
         for tensor in watched if torch.is_grad_enabled() else ():
             tensor.register_hook(partial(self._before_backward, unit))
+            if (base := tensor._base) is not None and base.grad_fn is not None:
+                base.register_hook(partial(self._before_backward, unit))  # who changes the view takes its place
         if unit is not self._root or not watched:
             self._free(unit)
 
@@ -239,6 +242,11 @@ class Units:
         for earlier, later in pairwise(self._running):
             if later is unit:
                 earlier.start(self._group)
+
+    def _after_backward(self, unit: Unit) -> None:
+        """Everything in the unit has run backward."""
+        if not torch.is_grad_enabled():  # else with create_graph=True, and a backward through this one needs it again
+            self._free(unit)
 
     def end_backward(self) -> None:
         """No more gradients will come."""
@@ -254,7 +262,7 @@ class Units:
     def follow_update(self) -> None:
         """The shards have new values, and what was gathered before has not."""
         for unit in self._units:
-            unit.forget(self._group)
+            unit.follow_update(self._group)
             if self._open:
                 unit.gather(self._group)
 
