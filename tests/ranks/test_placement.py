@@ -250,25 +250,6 @@ def test_a_norm_of_the_shards_of_one_rank_is_refused(placement: str) -> None:
     run(body, 2)
 
 
-@pytest.mark.parametrize("master", [None, torch.float64])
-@pytest.mark.parametrize("placement", ["ddp", *SHARDED])
-def test_a_closure_that_clips(placement: str, master: Any) -> None:
-    def loop(model: Any, optimizer: Any, rank: int) -> None:
-        optimizer = model.optimizer(ADAMW, lr=0.01, master=master) if master else optimizer
-        for number in range(3):
-
-            def closure(seed: int = 10 * rank + number) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss: torch.Tensor = model(draw(seed, 4, 9)).square().mean()
-                loss.backward()
-                model.clip_grad_norm_(1e4)
-                return loss
-
-            optimizer.step(closure)
-
-    assert_as_ddp(placement, loop)
-
-
 @pytest.mark.parametrize("placement", SHARDED)
 def test_optimizers_that_look_at_whole_tensors_are_refused(placement: str) -> None:
     def body(transport: Transport) -> None:

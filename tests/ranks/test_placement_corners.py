@@ -156,6 +156,23 @@ def test_an_infinity_in_the_shard_of_one_rank_stops_the_step_of_all(placement: s
     assert_same_bits(weights, other_weights)
 
 
+@pytest.mark.parametrize("master", [None, torch.float64])
+def test_a_closure_that_clips(placement: str, master: torch.dtype | None) -> None:
+    def loop(model: Any, optimizer: Any, rank: int) -> None:
+        for number in range(3):
+
+            def closure(seed: int = 10 * rank + number) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(draw(seed, 4, 8)).square().mean()
+                loss.backward()
+                model.clip_grad_norm_(1e4)
+                return loss
+
+            optimizer.step(closure)
+
+    assert_as_ddp(placement, loop, master=master)
+
+
 # ---- parameters
 
 
@@ -440,6 +457,39 @@ def test_ranks_that_add_different_groups_are_told(placement: str) -> None:
         optimizer.add_param_group({"params": list(model.module[2].parameters())})
         with pytest.raises(ModelMismatch, match="lr of group 2 is 0.1 on rank 0 and 0.2 on rank 1"):
             optimizer.add_param_group({"params": list(model.module[4].parameters()), "lr": 0.1 + 0.1 * transport.rank})
+
+    run(body, 2)
+
+
+def test_groups_that_are_added_later_have_masters_too(placement: str) -> None:
+    def body(which: str) -> Callable[[Transport], Any]:
+        def ranks(transport: Transport) -> Any:
+            module = net().bfloat16()
+            model = DDP(module, transport=transport, placement=which, timeout=20)
+            optimizer = model.optimizer(ADAMW, list(module[0].parameters()), lr=0.01, master=torch.float32)
+            optimizer.add_param_group({"params": list(module[2].parameters()), "lr": 0.0001})
+            for number in range(6):
+                model(draw(10 * transport.rank + number, 4, 8).bfloat16()).float().square().mean().backward()
+                module[2].bias.grad = None
+                optimizer.step()
+                model.zero_grad()
+            return weights_of(model) | {"master": optimizer.state_dict()["state"][2]["master"]}
+
+        return ranks
+
+    assert_same_bits(run(body(placement), 2)[1], run(body("ddp"), 2)[0])
+
+
+def test_masters_of_what_another_optimizer_updates(placement: str) -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(net().bfloat16(), transport=transport, placement=placement, timeout=20)
+        first = model.optimizer(torch.optim.SGD, lr=0.1)
+        with pytest.raises(UsageError, match="asked for 0.weight, which another optimizer updates"):
+            model.optimizer(ADAMW, master=torch.float32)
+        del first
+        both = model.optimizer(ADAMW, master=torch.float32), model.optimizer(torch.optim.SGD, master=torch.float32)
+        for ours, other in zip(*(optimizer.param_groups[0]["params"] for optimizer in both), strict=True):
+            assert ours is other
 
     run(body, 2)
 

@@ -7,10 +7,12 @@ whoever reads a parameter afterwards, in whatever way, reads the new value.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.optimizer import Optimizer
 
 from paceline.collectives.block_gather import BlockGather
 from paceline.collectives.group import Group
@@ -46,6 +48,7 @@ class OwnedBlocks:
         self._together = [some for some in together if some]
         self._gathers: list[BlockGather] = []
         self._units: Units | None = None
+        self.optimizers: WeakSet[Optimizer] = WeakSet()  # that update blocks
         self._addresses: list[int] = []  # of the parameters, when the gathers were made
 
     @property
@@ -64,7 +67,14 @@ class OwnedBlocks:
 
     def keep_masters(self, dtype: torch.dtype, shards: Iterable[Shard]) -> None:
         """Have these blocks in a wider type too, which is what an optimizer updates from now on."""
-        for shard in shards:
+        narrow = [shard for shard in shards if dtype not in (shard.param.dtype, shard.value.dtype)]
+        updated = {id(param) for one in self.optimizers for group in one.param_groups for param in group["params"]}
+        if taken := [shard.name for shard in narrow if id(shard.value) in updated]:
+            raise UsageError(
+                f"master={dtype} was asked for {taken[0]}, which another optimizer updates without it and would update "
+                f"no more; give both the same master=, or let go of the other one first"
+            )
+        for shard in narrow:
             del self._by_id[id(shard.value)]  # another tensor may get that id
             shard.keep_master(dtype)
             self._by_id[id(shard.value)] = shard

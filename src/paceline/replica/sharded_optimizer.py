@@ -52,15 +52,14 @@ def make_optimizer(
     if owned.cut:
         _check_same_optimizer(optimizer, owned, group, master)
     per_element = _check_elementwise(type(optimizer), options, owned) if owned.cut else frozenset[str]()
-    shards = [shard for param in _params_of(optimizer) if (shard := _shard(param, owned)) is not None]
-    if master is not None:
-        owned.keep_masters(master, (shard for shard in shards if shard.param.dtype is not master))
+    update = _Update(owned, master)
+    update.add(_params_of(optimizer))
     for options_of_group in optimizer.param_groups:
         options_of_group["params"] = [_updated(param, owned) for param in options_of_group["params"]]
     optimizer.__class__ = _sharded(cast(Any, type(optimizer)))
-    update = _Update(owned, shards)
     sharded = cast(ShardedOptimizer, optimizer)
-    sharded._owned, sharded._group, sharded._per_element = owned, group, per_element
+    sharded._owned, sharded._group, sharded._per_element, sharded._update = owned, group, per_element, update
+    owned.optimizers.add(sharded)
     optimizer.register_step_pre_hook(update.before)
     optimizer.register_step_post_hook(update.after)
     return optimizer
@@ -124,11 +123,21 @@ def _flat(described: Mapping[str, Any]) -> dict[str, str]:
 class _Update:
     """What surrounds the update of one optimizer."""
 
-    def __init__(self, owned: OwnedBlocks, shards: Iterable[Shard]) -> None:
+    def __init__(self, owned: OwnedBlocks, master: torch.dtype | None) -> None:
+        self.master = master
         self._owned = owned
-        self._shards = list(shards)
-        self._masters = [shard for shard in self._shards if shard.has_master]
+        self._shards: list[Shard] = []
+        self._masters: list[Shard] = []
         self._narrow: list[torch.Tensor | None] = []
+
+    def add(self, params: Iterable[torch.Tensor]) -> None:
+        """Update these parameters too: what this rank owns of them."""
+        found = [_shard(param, self._owned) for param in params]
+        shards = [shard for shard in found if shard is not None and shard not in self._shards]
+        if self.master is not None:
+            self._owned.keep_masters(self.master, shards)
+        self._shards += shards
+        self._masters += [shard for shard in shards if shard.has_master]
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._owned.follow_parameters()
@@ -173,6 +182,7 @@ class ShardedOptimizer(Optimizer):
     _owned: OwnedBlocks
     _group: Group
     _per_element: frozenset[str]  # what of its state has a number for every element of a parameter
+    _update: _Update
 
     def _shards(self) -> list[tuple[nn.Parameter, Shard | None]]:
         """What is updated, each with the shard that it is. None: a parameter that is whole."""
@@ -214,9 +224,10 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         given = param_group["params"]
         params = [given] if isinstance(given, torch.Tensor) else list(given)
+        self._update.add(params)
         super().add_param_group({**param_group, "params": [_updated(param, self._owned) for param in params]})
         if self._owned.cut:
-            _check_same_optimizer(self, self._owned, self._group, None)
+            _check_same_optimizer(self, self._owned, self._group, self._update.master)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("an optimizer over shards cannot be copied or pickled; keep its state_dict() instead")
