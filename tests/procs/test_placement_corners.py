@@ -1,6 +1,8 @@
 """Placements where things go wrong, over real processes: what cannot be had is an error by name on every rank."""
 
 import gc
+import os
+import signal
 from contextlib import suppress
 from typing import Any
 
@@ -112,3 +114,21 @@ def test_a_failed_backward_under_zero3_ends_every_rank_by_name(procs: Pool, tran
     assert isinstance(failed.error, paceline.errors.IllegalMove) and "restart all ranks" in str(failed.error)
     assert isinstance(other.error, paceline.errors.CollectiveError) and "rank 1" in str(other.error)
     assert other.seconds < 20
+
+
+def die_in_backward(rank: int, size: int, placement: str, transport: str) -> None:
+    net = nn.Sequential(*(nn.Linear(40, 40) for _ in range(8)))
+    model = wrap(net, transport, placement, bucket_cap_mb=0.005)
+    model(draw(rank, 4, 40)).sum().backward()
+    if rank:
+        net[5].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    model(draw(rank, 4, 40)).sum().backward()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("placement", SHARDED)
+def test_a_rank_that_dies_in_backward_is_named(procs: Pool, placement: str, transport: str) -> None:
+    survivor, killed = procs(2).attempt(die_in_backward, placement, transport)
+    assert killed.exit_code == -signal.SIGKILL
+    assert isinstance(survivor.error, paceline.errors.PeerLost) and survivor.error.ranks == (1,)
+    assert survivor.seconds < 10

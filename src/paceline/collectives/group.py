@@ -63,6 +63,10 @@ class Group:
             self.transport, self._owned = transport, True
         self.generation += 1
 
+    def wait_a_moment(self, work: Work, what: str, seconds: float) -> bool:
+        """Wait no longer than this. Returns whether `work` is complete, or raises a typed error as `wait` does."""
+        return _wait_slice(work, what, self.transport.watch, time.monotonic(), seconds)
+
     def close(self) -> None:
         """Release what the transport holds. Idempotent."""
         if self._owned:

@@ -255,7 +255,8 @@ class Schedule:
             return True
         before = self._bucket_set.buckets[index - turns]
         if before.flight is not None and not self.stream_ordered and not before.flight.work.done():
-            self._patient = self._patient and before.flight.work.wait(PATIENCE_S)
+            what = f"bucket {index - turns} of backward {self.number}"
+            self._patient = self._patient and self._group.wait_a_moment(before.flight.work, what, PATIENCE_S)
             if not self._patient:
                 return False
         self._wait_result(before)
