@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -132,3 +133,31 @@ def test_a_rank_that_dies_in_backward_is_named(procs: Pool, placement: str, tran
     assert killed.exit_code == -signal.SIGKILL
     assert isinstance(survivor.error, paceline.errors.PeerLost) and survivor.error.ranks == (1,)
     assert survivor.seconds < 10
+
+
+def let_go(rank: int, size: int, placement: str, transport: str) -> int:
+    """How many of the things that a replica was made of, and of the graphs that it has computed, are still there."""
+    model = wrap(nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))), transport, placement)
+    optimizer = model.optimizer(torch.optim.AdamW)
+    kept: list[Any] = []
+    for number in range(4):
+        out = model(draw(rank, 4, 40).requires_grad_())
+        node = out.grad_fn
+        for _ in range(3):  # into a unit that is not the last one
+            node = next(function for function, _ in node.next_functions if function.name() == "AddmmBackward0")
+        kept.append(weakref.ref(node.metadata.setdefault("kept", nn.Module())))
+        if number > 1:
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del out, node
+    kept.append(weakref.ref(model._owned))
+    del model, optimizer
+    gc.collect()
+    return sum(one() is not None for one in kept)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("placement", SHARDED)
+def test_a_replica_leaves_nothing_behind(procs: Pool, placement: str, transport: str) -> None:
+    assert procs(2).run(let_go, placement, transport) == [0, 0]

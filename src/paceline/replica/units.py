@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.block_gather import BlockGather
@@ -149,6 +148,26 @@ class Unit:
             whole.shard.block.copy_(flat_of(whole.full)[slice(*whole.shard.span)])
 
 
+class _WhenAllHaveGrads:
+    """Calls a function in every backward that comes to all of some tensors, until it returns True.
+
+    torch's register_multi_grad_hook holds the graph that holds it: neither would ever be freed.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], then: Callable[[], bool]) -> None:
+        self._then = then
+        self._task, self._missing = -1, 0
+        self._hooks = [tensor.register_hook(self._on_grad) for tensor in {id(one): one for one in tensors}.values()]
+
+    def _on_grad(self, _: torch.Tensor) -> None:
+        if self._task != task_id():
+            self._task, self._missing = task_id(), len(self._hooks)
+        self._missing -= 1
+        if not self._missing and self._then():
+            for hook in self._hooks:
+                hook.remove()
+
+
 class _Hook:
     """Calls a function with some arguments. A copy of it, as in a copy of the module that has it, does nothing."""
 
@@ -212,8 +231,7 @@ class Units:
         unit.gather(self._group)
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if tensors and torch.is_grad_enabled() and unit is not self._root:
-            # When these have their gradients, everything in the unit has run backward.
-            register_multi_grad_hook(tensors, lambda _: self._after_backward(unit))
+            _WhenAllHaveGrads(tensors, partial(self._after_backward, unit))
         if task_id() != -1:
             return  # computed again inside a backward
         if unit is self._root:
@@ -243,10 +261,13 @@ class Units:
             if later is unit:
                 earlier.start(self._group)
 
-    def _after_backward(self, unit: Unit) -> None:
-        """Everything in the unit has run backward."""
-        if not torch.is_grad_enabled():  # else with create_graph=True, and a backward through this one needs it again
-            self._free(unit)
+    def _after_backward(self, unit: Unit) -> bool:
+        """The inputs of a unit have their gradients, so everything in it has run backward. Returns whether that was the
+        last of it: with create_graph=True a backward through this one needs it again."""
+        if torch.is_grad_enabled():
+            return False
+        self._free(unit)
+        return True
 
     def end_backward(self) -> None:
         """No more gradients will come."""
