@@ -332,6 +332,25 @@ def test_a_gradient_penalty(placement: str) -> None:
     assert_as_ddp(placement, loop, module=Residuals)
 
 
+def test_gradients_of_some_parameters(placement: str) -> None:
+    """What is given for a parameter in shards is in no graph: it must not be taken for one that was not used."""
+
+    def body(transport: Transport) -> None:
+        model = DDP(Residuals(), transport=transport, placement=placement, timeout=20)
+        loss = model(draw(transport.rank, 4, 8)).square().mean()
+        params = list(model.parameters())
+        if placement == "zero3":
+            with pytest.raises(RuntimeError, match="requires?[ _]grad"):
+                torch.autograd.grad(loss, params, allow_unused=True)
+            with pytest.raises(RuntimeError, match="requires?[ _]grad"):
+                loss.backward(inputs=params)
+        else:
+            assert len(torch.autograd.grad(loss, params, retain_graph=True)) == len(params)
+            loss.backward(inputs=params)
+
+    run(body, 2)
+
+
 # ---- copies
 
 

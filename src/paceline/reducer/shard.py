@@ -160,7 +160,7 @@ class ShardGrad(torch.Tensor):
                 f"the norm over all ranks"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.__deepcopy__ or func is torch.Tensor.__reduce_ex__:
+            if name in ("__deepcopy__", "__reduce_ex__"):
                 return func(args[0].as_subclass(torch.Tensor).clone(), *args[1:])
             result = func(*args, **kwargs or {})
             looks_alike = type(result) is torch.Tensor and isinstance(args[0], cls) and result.shape == args[0].shape
@@ -189,7 +189,7 @@ class StandIn(torch.Tensor):
             strides=like.stride(),
             dtype=like.dtype,
             device=like.device,
-            requires_grad=param is not None,
+            requires_grad=False,  # what it passes on to says so; autograd refuses it as an input, for it is in no graph
         )
         made._name, made._param = name, param
         made._shard = weakref.ref(shard) if shard is not None else lambda: None
