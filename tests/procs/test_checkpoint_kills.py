@@ -174,7 +174,8 @@ def test_killed_at_every_stage_of_a_save(nursery: Nursery, fresh: Callable[[], P
             break
         whole, broken = snapshots.survey(directory)
         for snapshot in whole:
-            OpenSnapshot(snapshot).verify()
+            opened = OpenSnapshot(snapshot)
+            opened.verify(opened.chunks())
         assert not broken
         assert {OLDER, OLD} <= {snapshot.step for snapshot in whole}
         found.append(whole[0].step)

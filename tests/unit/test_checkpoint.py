@@ -263,7 +263,7 @@ def test_a_save_that_fails_is_told_by_the_next_call_and_training_goes_on(tmp_pat
 def test_no_memory_for_the_copy_is_told_like_a_disk_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def take(self: HostCopy, tensors: object) -> None:
+    def take(self: HostCopy, tensors: object, metadata: object) -> None:
         raise RuntimeError("not enough memory")
 
     checkpointer = Checkpointer(tmp_path, asynchronous=False)

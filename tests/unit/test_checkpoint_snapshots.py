@@ -16,6 +16,7 @@ from paceline.checkpoint import manifest, snapshots
 from paceline.checkpoint.errors import Damaged
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.open_snapshot import OpenSnapshot
+from paceline.checkpoint.retention import Keep, remove_older
 from paceline.checkpoint.snapshots import Snapshot, read, survey
 from paceline.checkpoint.writer import Parts, write_snapshot
 from paceline.stored.directory import CHUNK, FileRecord, write_file
@@ -32,9 +33,14 @@ def make(directory: Path, step: int, number: int) -> Snapshot:
     return write_snapshot(directory, Manifest(step, number, 7, 1, {}, model, manifest.versions()), FILES)
 
 
+def verify(snapshot: Snapshot) -> None:
+    opened = OpenSnapshot(snapshot)
+    opened.verify(opened.chunks())
+
+
 def is_whole(path: Path) -> bool:
     try:
-        OpenSnapshot(read(path)).verify()
+        verify(read(path))
     except Damaged:
         return False
     return True
@@ -45,7 +51,7 @@ def test_a_snapshot_is_what_was_written(tmp_path: Path) -> None:
     assert made.path.name == "step-00000050"
     assert read(made.path) == made
     opened = OpenSnapshot(made)
-    opened.verify()
+    opened.verify(opened.chunks())
     assert opened.content("model.safetensors") == b"head" + bytes(range(256)) * 40
     assert [entry.name for entry in made.path.parent.iterdir()] == ["step-00000050"]
 
@@ -67,7 +73,8 @@ def test_every_part_is_verified_by_someone(tmp_path: Path) -> None:
         found = []
         for part in range(3):
             try:
-                OpenSnapshot(made).verify(part, 3)
+                opened = OpenSnapshot(made)
+                opened.verify(opened.chunks()[part::3], threads=2)
             except Damaged as error:
                 found.append(error.why)
         assert len(found) == 1 and name in found[0]
@@ -129,7 +136,7 @@ def test_what_is_not_the_file_that_was_written_is_refused(tmp_path: Path, name: 
     elif how == "swapped":
         shutil.copy(make(tmp_path, 2, 2).path / "empty", file)
     with pytest.raises(Damaged) as caught:
-        OpenSnapshot(read(made.path)).verify()
+        verify(read(made.path))
     assert caught.value.path == made.path
     assert name in caught.value.why
 
@@ -146,20 +153,20 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     first, second, third = make(tmp_path, 5, 1), make(tmp_path, 5, 2), make(tmp_path, 5, 3)
     assert [one.path.name for one in (first, second, third)] == ["step-00000005", "step-00000005.1", "step-00000005.2"]
     assert [one.path for one in survey(tmp_path)[0]] == [third.path, second.path, first.path]
-    gone = snapshots.remove_older(tmp_path, 2, [])
+    gone = remove_older(tmp_path, Keep(2), [])
     assert set(gone) == {first.path, second.path}, "copies of a step do not count as snapshots"
 
 
 def test_the_newest_whole_ones_are_kept(tmp_path: Path) -> None:
     made = [make(tmp_path, step, number) for number, step in enumerate((10, 20, 30, 40), start=1)]
     os.truncate(made[3].path / "model.safetensors", 3)
-    assert snapshots.remove_older(tmp_path, 2, [made[2].path]) == [], "two are damaged: nothing can go"
+    assert remove_older(tmp_path, Keep(2), [made[2].path]) == [], "two are damaged: nothing can go"
     newer = make(tmp_path, 50, 5)
-    gone = snapshots.remove_older(tmp_path, 2, [made[2].path])
+    gone = remove_older(tmp_path, Keep(2), [made[2].path])
     assert gone == [made[0].path]
     assert {one.path for one in survey(tmp_path)[0]} == {newer.path, made[3].path, made[2].path, made[1].path}
     make(tmp_path, 60, 6)
-    snapshots.remove_older(tmp_path, 2, [made[2].path])
+    remove_older(tmp_path, Keep(2), [made[2].path])
     assert {one.step for one in survey(tmp_path)[0]} == {50, 60}
 
 
@@ -168,7 +175,7 @@ def test_a_run_that_went_back_is_newer_than_what_it_left_behind(tmp_path: Path) 
     make(tmp_path, 100, 2)
     make(tmp_path, 60, 3)
     assert [one.step for one in survey(tmp_path)[0]] == [60, 100, 50]
-    snapshots.remove_older(tmp_path, 2, [])
+    remove_older(tmp_path, Keep(2), [])
     assert [one.step for one in survey(tmp_path)[0]] == [60, 100]
 
 
@@ -178,7 +185,7 @@ def test_broken_manifests_go_when_newer_ones_are_whole(tmp_path: Path) -> None:
         (one.path / "manifest.json").write_bytes(b"{}")
     make(tmp_path, 15, 3)
     make(tmp_path, 16, 4)
-    gone = snapshots.remove_older(tmp_path, 2, [])
+    gone = remove_older(tmp_path, Keep(2), [])
     assert [path.name for path in gone] == ["step-00000010"], "of the other nobody knows whether it is older"
 
 

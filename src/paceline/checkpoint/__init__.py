@@ -1,8 +1,9 @@
 """Checkpoints: snapshots of files that are on disk whole or not at all, and are compared byte for byte when read."""
 
-from paceline.checkpoint.checkpointer import Checkpointer, CheckpointEvent, Loaded, Saved
+from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.compare import digest
 from paceline.checkpoint.errors import CheckpointError, CheckpointMismatch, Damaged, NoCheckpoint, NotSaved, Skipped
+from paceline.checkpoint.outcome import CheckpointEvent, Loaded, Saved
 from paceline.checkpoint.preemption import Preemption
 from paceline.checkpoint.snapshots import Snapshot
 from paceline.checkpoint.state import PerRank

@@ -2,12 +2,12 @@
 
 import json
 import logging
+import math
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -16,64 +16,24 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import snapshots
-from paceline.checkpoint.compare import Digests, check_copy, compare
 from paceline.checkpoint.errors import CheckpointMismatch, NoCheckpoint, NotSaved, Skipped
 from paceline.checkpoint.manifest import Manifest, versions
-from paceline.checkpoint.open_snapshot import OpenSnapshot
+from paceline.checkpoint.outcome import CheckpointEvent, Loaded, Saved
 from paceline.checkpoint.preemption import Cadence
-from paceline.checkpoint.ranks import OptionalGroup, Verify, gather, is_writer, rank_and_size, text_hash
-from paceline.checkpoint.reader import Choice, Restored, Which, choose
+from paceline.checkpoint.ranks import Look, OptionalGroup, gather, homes_of, rank_and_size, text_hash
+from paceline.checkpoint.reader import Choice, Reading, Restored, Targets, Which, choose
+from paceline.checkpoint.retention import Keep, remove_older
+from paceline.checkpoint.saving import Save, SavePlan
+from paceline.checkpoint.sharing import deal, describe
 from paceline.checkpoint.snapshots import Snapshot
-from paceline.checkpoint.state import MODEL, STATE, TREE, HostCopy, TrainingState, capture, different_models
-from paceline.checkpoint.writer import BackgroundWrite, Parts, write_snapshot
+from paceline.checkpoint.state import MODEL, STATE, HostCopy, TrainingState, capture, different_models
+from paceline.checkpoint.writer import BackgroundWrite
 from paceline.collectives.checked import named_barrier
 from paceline.errors import UsageError
 from paceline.progress import Phase, own_progress
 from paceline.stored.directory import DirectoryLock, make_directory
 
 logger = logging.getLogger("paceline")
-
-
-@dataclass(frozen=True)
-class CheckpointEvent:
-    """Something the user should know: `kind` is "saved", "failed", "skipped", "refused", "removed" or "left"
-    (an old snapshot that could not be removed)."""
-
-    kind: str
-    step: int
-    text: str
-    path: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The outcome of a call of `save`, as far as it is known.
-
-    `blocked_s` is how long the call blocked this rank, of which `waited_s` for the previous write. `skipped` says that
-    the previous write was still under way, so nothing was saved. `problem` is what is known to have gone wrong: with
-    the previous save, or with this one if it was not asynchronous.
-    """
-
-    step: int
-    blocked_s: float
-    waited_s: float = 0.0
-    skipped: bool = False
-    problem: NotSaved | None = None
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What was loaded. `skipped` are the snapshots that were passed over.
-
-    `more` holds all else that was saved: tensors on the CPU, and for what was `PerRank` a list of all ranks' values.
-    """
-
-    step: int
-    path: Path
-    world_size: int
-    more: dict[str, Any]
-    skipped: tuple[Skipped, ...] = ()
 
 
 class Checkpointer:
@@ -88,10 +48,15 @@ class Checkpointer:
         ...
         checkpointer.wait()
 
-    All methods but `close` are called by all ranks. Replicas are equal, so rank 0 writes, and one rank of each host
-    that does not see rank 0's directory. A snapshot is written to a temporary directory, with a SHA-256 of every
-    file, and gets its name when all of it is on disk; older ones are removed after that. A save that fails is reported
-    on all ranks by their next call, and training can continue. The writer keeps host memory for a copy of the state.
+    All methods but `close` are called by all ranks. Each rank writes a share: its shards under a sharded placement, and
+    a stripe of what all ranks hold. No rank gathers the whole. Hosts that do not share a directory each write what
+    their ranks hold to their own; a world that needs more than a directory holds is told which files to copy into it. A
+    snapshot is written to a temporary directory, with a SHA-256 of every 4 MiB, and gets its name when all of it is on
+    disk; older ones are removed after that. A save that fails is reported on all ranks by their next call, and training
+    can continue. Every rank keeps host memory for a copy of its share.
+
+    `keep_every=1000` also keeps milestones: of every 1,000 steps, from step 1,000 on, the first snapshot. Where saves
+    are given a `metric`, the best so far is kept too: the one with the lowest, or with `best="max"` the highest.
 
     The process that writes owns the directory, by a lock that ends with it: a save by another run raises UsageError on
     all ranks of that run. Loading needs no lock.
@@ -102,7 +67,8 @@ class Checkpointer:
 
     Before anything is written, ranks compare the bits of their parameters and optimizer states (in lanes also of their
     buffers), and what is written is compared with those. If ranks differ, `save` raises ReplicaDrift on all of them and
-    saves nothing, so that no checkpoint holds what has drifted. `compare=False` is for ranks that are meant to differ.
+    saves nothing, so that no checkpoint holds what has drifted. `compare=False` is for ranks that are meant to differ:
+    then the lowest rank that sees a directory writes all that is not in shards, as it has it.
     """
 
     def __init__(
@@ -110,6 +76,8 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         *,
         keep: int = 2,
+        keep_every: int | None = None,
+        best: Literal["min", "max"] = "min",
         asynchronous: bool = True,
         every_steps: int | None = None,
         every_seconds: float | None = None,
@@ -119,10 +87,7 @@ class Checkpointer:
         timeout: float | None = None,
         compare: bool = True,
     ) -> None:
-        if type(keep) is not int or keep < 2:
-            raise UsageError(
-                f"keep must be a whole number of at least 2, because the newest may be damaged; got {keep!r}"
-            )
+        self._keep = Keep(keep, keep_every, best)
         if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
             raise UsageError(f"every_steps must be a whole number of at least 1, or None, got {every_steps!r}")
         if every_seconds is not None and not every_seconds > 0:
@@ -132,7 +97,6 @@ class Checkpointer:
         if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout must be a number of seconds above 0, or None, got {timeout!r}")
         self.directory = Path(directory)
-        self._keep = keep
         self._asynchronous = asynchronous
         self._every_steps = every_steps
         self._every_seconds = every_seconds
@@ -147,7 +111,7 @@ class Checkpointer:
         self._writing: BackgroundWrite | None = None
         self._copies = {MODEL: HostCopy(), STATE: HostCopy()}
         self._number = -1
-        self._is_writer: bool | None = None
+        self._homes: list[int] | None = None
         self._refused: list[Path] = []
         self._lock = DirectoryLock(self.directory)
 
@@ -161,12 +125,19 @@ class Checkpointer:
         return bool(self._cadence.ask(leads and time.monotonic() - self._saved_at >= self._every_seconds))
 
     def save(
-        self, step: int, *, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **more: Any
+        self,
+        step: int,
+        *,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        metric: float | None = None,
+        **more: Any,
     ) -> Saved:
-        """Save the state after `step`. Returns when it is copied to host memory; a thread writes it.
+        """Save the state after `step`. Returns when this rank's share is copied to host memory; a thread writes it.
 
-        `more` takes anything that has a state_dict(), plain values, tensors, and lists and dicts of them; the writer's
-        are saved. What differs between ranks goes in as `PerRank(value)`.
+        `metric` says how good it is: rank 0's counts. `more` takes anything that has a state_dict(), plain values,
+        tensors, and lists and dicts of them; those of the lowest rank that sees the directory are saved. What differs
+        between ranks goes in as `PerRank(value)`.
         """
         if type(step) is not int or step < 0:
             raise UsageError(f"step must be a whole number of at least 0, got {step!r}")
@@ -179,12 +150,12 @@ class Checkpointer:
                 self.close()
             waited_s = time.perf_counter() - waiting
             self._saved_at = time.monotonic()
-            writes = self._writes()
-            manifest, skip, problem = self._agree(step, state, skip, self._own() if writes else "")
-            if skip:
+            plan, problem = self._agree(step, state, skip, metric)
+            skip = plan is None
+            if plan is None:
                 self._emit("skipped", step, f"step {step} is not saved: the previous checkpoint is still being written")
             else:
-                self._start(manifest, state, writes=writes)
+                self._start(plan)
             if not skip and not self._asynchronous:
                 problem = self._settle() or problem
         return Saved(step, time.perf_counter() - started, waited_s, skip, problem)
@@ -214,7 +185,7 @@ class Checkpointer:
         """The newest snapshot that is whole on all ranks, every byte compared, or None."""
         with self._together("Checkpointer.latest()"):
             self.close()
-            return self._choose("latest", lambda one, part, parts: OpenSnapshot(one).verify(part, parts)).snapshot
+            return self._choose("latest", lambda one: Reading(one, None, 0, 1)).snapshot
 
     def load(
         self,
@@ -227,19 +198,21 @@ class Checkpointer:
         """Put a snapshot back into `model`, `optimizer`, and whatever of `more` has load_state_dict().
 
         `snapshot` is "latest" (the newest that is whole on all ranks), "compared" (the newest of those that ranks
-        have compared when they saved it; if there is none, the newest of all), a step, or the path of a snapshot or
-        of a directory of them. Every byte is compared before anything is changed, by one of the ranks that see it; then
-        tensors are read into the memory of those that are there. Raises NoCheckpoint if there is none that is whole on
-        all ranks, and CheckpointMismatch if it is not of this model; both on all ranks. A replica in lanes logs a
-        warning when the number of lanes, or what chooses kernels, is not what it was.
+        have compared when they saved it; if there is none, the newest of all), "best" (of those with a metric), a step,
+        or the path of a snapshot or of a directory of them. Every byte that a rank is about to read is compared before
+        anything is changed, by one of the ranks that see it; then tensors are read into those that are there. Raises
+        NoCheckpoint if there is none that is whole on all ranks, and CheckpointMismatch if it is not of this model;
+        both on all ranks. A replica in lanes logs a warning when the number of lanes, or what chooses kernels, is not
+        what it was.
         """
         with self._together("Checkpointer.load()"):
             self.close()
-            restored, skipped = self._read(snapshot)
+            targets = Targets(model, optimizer, more)
+            restored, skipped = self._read(snapshot, targets)
             with self._raising_together():
-                restored.check(model, optimizer, more)
+                restored.check(targets)
             with self._raising_together():
-                restored.put(model, optimizer, more)
+                restored.put(targets)
         found = restored.snapshot
         if (unlike := restored.other_bits(model, more)) and rank_and_size(self._group)[0] == 0:
             logger.warning(
@@ -270,29 +243,39 @@ class Checkpointer:
             return ""
 
     def _agree(
-        self, step: int, state: TrainingState, skip: bool, holder: str
-    ) -> tuple[Manifest, bool, NotSaved | None]:
-        """The manifest of the new snapshot, whether it is skipped, and what went wrong with the previous one."""
+        self, step: int, state: TrainingState, skip: bool, metric: float | None
+    ) -> tuple[SavePlan | None, NotSaved | None]:
+        """The new save, unless it is skipped, and what went wrong with the previous one."""
+        rank, size = rank_and_size(self._group)
+        if self._homes is None:
+            self._homes = homes_of(self.directory, self._group)
+        homes = self._homes or [0] * size
+        holder = self._own() if homes[rank] == rank else ""
         model = text_hash(json.dumps(state.shapes, sort_keys=True))
-        own = (model, self._next_number(), secrets.randbits(60), skip, holder, self._report())
-        rows = gather(own, self._group)
-        models, numbers, ids, skips, holders, reports = zip(*rows, strict=True)
+        own = (model, self._next_number(), secrets.randbits(60), skip, holder, self._report(), describe(state))
+        rows = gather((*own, metric if metric is None else float(metric)), self._group)
+        models, numbers, ids, skips, holders, reports, described, metrics = zip(*rows, strict=True)
         if any(holders):
             self._refuse_second(holders)
         if len(set(models)) > 1:
             raise different_models(gather(state.shapes, self._group))
         self._number = max(numbers)
+        problem = self._problem(reports)
+        if any(skips):
+            return None, problem
         manifest = Manifest(
             step=step,
             number=self._number,
             id=ids[0],
-            world_size=len(rows),
+            world_size=size,
             files={},
             model=state.shapes,
             versions=versions(),
-            compared=len(rows) if self._compare else 0,
+            compared=size if self._compare else 0,
+            metric=None if metrics[0] is None or not math.isfinite(metrics[0]) else metrics[0],
         )
-        return manifest, any(skips), self._problem(reports)
+        dealt = deal(state, described, homes, rank, compared=self._compare)
+        return SavePlan(self.directory, manifest, dealt, state.tree, rank), problem
 
     def _refuse_second(self, holders: Sequence[str]) -> NoReturn:
         rank, holder = next((rank, text) for rank, text in enumerate(holders) if text)
@@ -312,7 +295,8 @@ class Checkpointer:
             return None
         self._writing = None
         if write.error is None:
-            assert write.snapshot is not None
+            if write.snapshot is None:
+                return None  # another rank completes it
             text = f"step {write.step} is saved ({write.seconds:.2f} s in the background)"
             self._emit("saved", write.step, text, write.snapshot.path, write.seconds)
             if write.untidy is not None:
@@ -346,78 +330,49 @@ class Checkpointer:
             self._number = max((one.manifest.number for one in found), default=0)
         return self._number + 1
 
-    def _writes(self) -> bool:
-        if self._is_writer is None:
-            self._is_writer = is_writer(self.directory, self._group)
-        return rank_and_size(self._group)[0] == 0 if self._is_writer is None else self._is_writer
+    def _start(self, plan: SavePlan) -> None:
+        """Copy this rank's share, compare, and have it written. All ranks call it."""
+        save = Save(plan, self._copies, self._group)
+        if plan.team:
+            self._writing = BackgroundWrite(plan.manifest.step, save.write, self._tidy, asynchronous=self._asynchronous)
 
-    def _start(self, manifest: Manifest, state: TrainingState, *, writes: bool) -> None:
-        """Copy the state, compare it with that of the others, and have it written. All ranks call it."""
-        failed: Exception | None = None
-        if writes:
-            try:
-                for name, tensors in state.files.items():
-                    self._copies[name].take(tensors)
-            except (RuntimeError, MemoryError) as error:  # no memory for the copy: reported as a write that failed
-                failed = error
-        digests: list[Digests] = []
-        if self._compare and manifest.world_size > 1:
-            digests = compare(manifest.step, state.replicated(state.files), self._group)
-        if not writes:
-            return
+    def _tidy(self, written: Snapshot) -> list[Path]:
+        self._refused = [path for path in self._refused if path != written.path]
+        snapshots.remove_abandoned(self.directory)
+        return remove_older(self.directory, self._keep, self._refused)
 
-        def write() -> Snapshot:
-            if failed is not None:
-                raise failed
-            with suppress(OSError):  # first of all, because it may make room; `tidy` tries again, and reports
-                snapshots.remove_abandoned(self.directory)
-            files: dict[str, Parts] = {name: copy.parts() for name, copy in self._copies.items()}
-            files[TREE] = [state.tree]
-            written = write_snapshot(self.directory, manifest, files, check=check)
-            self._refused = [path for path in self._refused if path != written.path]
-            return written
-
-        def check() -> None:
-            if digests:
-                check_copy(state.replicated({name: copy.taken() for name, copy in self._copies.items()}), digests)
-
-        def tidy() -> list[Path]:
-            snapshots.remove_abandoned(self.directory)
-            return snapshots.remove_older(self.directory, self._keep, self._refused)
-
-        self._writing = BackgroundWrite(manifest.step, write, tidy, asynchronous=self._asynchronous)
-
-    def _choose(self, which: Which, verify: Verify) -> Choice:
+    def _choose(self, which: Which, look: Look) -> Choice:
         """What all ranks load. Snapshots that were passed over are told once, and do not count as ones to keep."""
-        choice = choose(which, self.directory, verify, self._group)
+        choice = choose(which, self.directory, look, self._group, self._keep)
         refused = [(choice.directory / one.path, str(one)) for one in choice.skipped]
         for path, text in [(path, text) for path, text in refused if path not in self._refused]:
             self._refused.append(path)
             self._emit("refused", snapshots.step_of(path), text, path)
         return choice
 
-    def _read(self, which: Which | Snapshot) -> tuple[Restored, tuple[Skipped, ...]]:
+    def _read(self, which: Which | Snapshot, targets: Targets) -> tuple[Restored, tuple[Skipped, ...]]:
         if isinstance(which, Snapshot):
             which = which.path
-        read: list[Restored] = []
+        reading: list[Reading] = []
 
-        def verify(snapshot: Snapshot, part: int, parts: int) -> None:
-            opened = OpenSnapshot(snapshot)
-            opened.verify(part, parts)
-            read[:] = [Restored(opened, *rank_and_size(self._group))]
+        def look(snapshot: Snapshot) -> Reading:
+            reading[:] = [Reading(snapshot, targets, *rank_and_size(self._group))]
+            return reading[0]
 
-        choice = self._choose(which, verify)
+        choice = self._choose(which, look)
         if choice.snapshot is None:
             if isinstance(which, int):
                 where = f"of step {which} in {self.directory}"
             else:
-                where = f"in {self.directory}" if which in ("latest", "compared") else f"at {which}"
+                where = f"in {self.directory}" if which in ("latest", "compared", "best") else f"at {which}"
             why = "; ".join(map(str, choice.skipped))
             raise NoCheckpoint(
                 f"there is no checkpoint {where} that is whole on all ranks" + (f": {why}" if why else ""),
                 skipped=choice.skipped,
             )
-        return read[0], choice.skipped
+        restored = reading[0].restored
+        assert restored is not None
+        return restored, choice.skipped
 
     @contextmanager
     def _raising_together(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,54 +14,60 @@ from paceline.agree.state_digest import start_digest
 from paceline.bare import bare
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.ranks import OptionalGroup, gather, text_hash
-from paceline.checkpoint.state import Tensors, state_of
+from paceline.checkpoint.state import state_of
 from paceline.errors import ReplicaDrift
 from paceline.stored.json_tree import Encoder
 from paceline.stored.tensor_file import bytes_of
 from paceline.stored.value_tree import dtype_name
 
-Digests = tuple[int, ...]
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One piece of the state that several ranks hold: on this rank its elements, and its digest."""
+
+    name: str
+    holders: tuple[int, ...]
+    elements: torch.Tensor | None  # None: this rank does not hold it
 
 
-def tensor_digests(tensors: Tensors) -> Digests:
+def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """A digest of each tensor, whatever device it is on: where ranks differ, these say in which tensors."""
-    started = [start_digest([tensor]) for tensor in tensors.values()]
-    return tuple(one.value() for one in started)
+    started = [start_digest([tensor]) for tensor in tensors]
+    return [one.value() for one in started]
 
 
-def compare(step: int, parts: Sequence[Tensors], group: OptionalGroup) -> list[Digests]:
-    """Raise ReplicaDrift on all ranks unless all hold the same bits. Returns the digests of each part.
-
-    A part that is not made of the same tensors on all ranks, such as the state of a sharded optimizer, has nothing that
-    could be compared.
-    """
-    digests = [tensor_digests(tensors) for tensors in parts]
-    signatures = gather([_signature(tensors) for tensors in parts], group)
-    alike = [number for number, same in enumerate(zip(*signatures, strict=True)) if len(set(same)) == 1]
-    names = [name for number in alike for name in parts[number]]
-    own = [digest for number in alike for digest in digests[number]]
-    if len(set(gather(text_hash(repr(own)), group))) == 1:
-        return digests
-    by_tensor = [groups_of(column) for column in zip(*gather(own, group), strict=True)]
-    drifted = tuple(TensorDrift(names[n], n, groups) for n, groups in enumerate(by_tensor) if len(groups) > 1)
-    found = Drift(step, len(signatures), len(names), drifted, None)
-    raise ReplicaDrift(f"step {step} is not saved: {found.text}", ranks=found.ranks, tensor=drifted[0].name, step=step)
-
-
-def check_copy(parts: Sequence[Tensors], digests: Sequence[Digests]) -> None:
-    """Raise CheckpointError if a copy of the parts is not what ranks have compared."""
-    for tensors, expected in zip(parts, digests, strict=True):
-        found = tensor_digests(tensors)
-        changed = [name for name, old, new in zip(tensors, expected, found, strict=True) if old != new]
-        if changed:
-            raise CheckpointError(
-                f"the copy of {changed[0]} in host memory does not match what the ranks compared: it changed before it "
-                f"was written; test the memory of this machine"
-            )
+def compare(step: int, pieces: Sequence[Compared], group: OptionalGroup) -> list[int | None]:
+    """Raise ReplicaDrift on all ranks unless all that hold a piece hold the same bits. Returns the digests of those
+    that this rank holds. All ranks call it, with the same pieces."""
+    held = [piece.elements for piece in pieces if piece.elements is not None]
+    left = iter(digests_of(held))
+    own = [None if piece.elements is None else next(left) for piece in pieces]
+    teams: dict[tuple[int, ...], list[int]] = {}
+    for at, piece in enumerate(pieces):
+        teams.setdefault(piece.holders, []).append(at)
+    told = gather([text_hash(repr([own[at] for at in run])) for run in teams.values()], group)
+    if all(len({told[rank][at] for rank in holders}) == 1 for at, holders in enumerate(teams)):
+        return own
+    found: dict[str, TensorDrift] = {}
+    rows = gather(own, group)
+    for at, piece in enumerate(pieces):
+        groups = groups_of([rows[rank][at] for rank in piece.holders])
+        if len(groups) > 1:
+            in_world = tuple(tuple(piece.holders[rank] for rank in some) for some in groups)
+            found.setdefault(piece.name, TensorDrift(piece.name, at, in_world))
+    drift = Drift(step, len(rows), len({piece.name for piece in pieces}), tuple(found.values()), None)
+    raise ReplicaDrift(
+        f"step {step} is not saved: {drift.text}", ranks=drift.ranks, tensor=drift.tensors[0].name, step=step
+    )
 
 
-def _signature(tensors: Tensors) -> str:
-    return text_hash(repr([(name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items()]))
+def check_copy(name: str, copy: torch.Tensor, expected: int) -> None:
+    """Raise CheckpointError if a copy of a piece is not what ranks have compared."""
+    if digests_of([copy])[0] != expected:
+        raise CheckpointError(
+            f"the copy of {name} in host memory does not match what the ranks compared: it changed before it was "
+            f"written; test the memory of this machine"
+        )
 
 
 def digest(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, step: int, cursor: Any = None) -> str:

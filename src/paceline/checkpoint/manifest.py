@@ -1,14 +1,15 @@
 """The manifest of a snapshot: what belongs to it, with the hashes of every file and of the manifest itself.
 
-Hosts that do not share a directory have copies of a snapshot: all of them have its number and its id.
+Hosts that do not share a directory have a manifest each, of the files that their ranks have written: all with the same
+number and id. When the files of several hosts are put into one directory, that one holds what all of them hold.
 """
 
 import hashlib
 import json
 import platform
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -17,8 +18,10 @@ import torch
 from paceline.stored.directory import FileRecord
 
 FILE = "manifest.json"
-FORMAT = 2
-WHOLE_FILES = 1  # an older format, with one hash for every file
+NAME = re.compile(r"manifest(?:-\d{5,})?\.json\Z")
+FORMAT = 3
+ONE_WRITER = 2  # an older format, in which rank 0 wrote everything
+WHOLE_FILES = 1  # and one with one hash for every file
 # The hash covers all bytes before this end, as they are: a flipped bit anywhere is seen, also in white space.
 _END = re.compile(rb'",\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
@@ -39,6 +42,28 @@ class Manifest:
     model: Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of every tensor of the model's state
     versions: Mapping[str, str]
     compared: int = 0
+    ranks: tuple[int, ...] = (0,)  # that wrote the files
+    metric: float | None = None
+
+
+def file_name(name: str, rank: int) -> str:
+    """The name of a rank's file: plain for rank 0, so that a world of one has `model.safetensors`."""
+    stem, _, suffix = name.partition(".")
+    return name if rank == 0 else f"{stem}-{rank:05d}.{suffix}"
+
+
+def stem_of(file: str) -> str:
+    """The name of rank 0's file of the same kind."""
+    return re.sub(r"-\d{5,}(?=\.)", "", file)
+
+
+def merged(manifests: Sequence[Manifest]) -> Manifest:
+    """The manifests of several hosts as one. Raises ValueError if they are not of the same snapshot."""
+    first, *others = manifests
+    if any((one.number, one.id) != (first.number, first.id) for one in others):
+        raise ValueError("there are manifests of different snapshots; keep the files of one snapshot per directory")
+    files = {name: record for one in reversed(manifests) for name, record in one.files.items()}
+    return replace(first, files=files, ranks=tuple(sorted({rank for one in manifests for rank in one.ranks})))
 
 
 @cache
@@ -66,14 +91,14 @@ def from_bytes(raw: bytes) -> Manifest:
     if found != expected:
         raise ValueError(f"its hash is {found[:12]}…, expected {expected[:12]}…")
     fields = json.loads(raw)
-    if fields["format"] not in (WHOLE_FILES, FORMAT):
+    if fields["format"] not in (WHOLE_FILES, ONE_WRITER, FORMAT):
         raise ValueError(f"it has format {fields['format']}, expected at most {FORMAT}; a newer paceline wrote it")
     files = {name: _record(**record) for name, record in fields["files"].items()}
     model = {name: (dtype, tuple(shape)) for name, (dtype, shape) in fields["model"].items()}
     known = ("step", "number", "id", "world_size", "versions")
-    return Manifest(
-        **{name: fields[name] for name in known}, files=files, model=model, compared=fields.get("compared", 0)
-    )
+    later = {name: fields[name] for name in ("compared", "metric") if name in fields}
+    ranks = tuple(fields.get("ranks", (0,)))
+    return Manifest(**{name: fields[name] for name in known}, files=files, model=model, ranks=ranks, **later)
 
 
 def _record(size: int, sha256: str | list[str], chunk: int | None = None) -> FileRecord:

@@ -3,12 +3,15 @@
 import hashlib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from paceline.checkpoint.errors import Damaged
 from paceline.checkpoint.snapshots import Snapshot, open_file
 from paceline.stored.directory import PIECE
 from paceline.stored.tensor_file import TensorEntry, parse_header
+
+Chunk = tuple[str, int]  # the name of a file, and which of its chunks
 
 
 class OpenSnapshot:
@@ -24,11 +27,28 @@ class OpenSnapshot:
             if size != record.size:
                 raise self._damaged(f"{name} has {size} bytes, expected {record.size}")
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the bytes of all chunks, or of one of so many parts of them, with the manifest."""
-        chunks = [(name, n) for name, record in self.snapshot.manifest.files.items() for n in range(len(record.sha256))]
+    def chunks(self) -> list[Chunk]:
+        """All chunks of all files."""
+        return [(name, n) for name, record in self.snapshot.manifest.files.items() for n in range(len(record.sha256))]
+
+    def chunks_of(self, name: str, begin: int, end: int) -> Iterator[Chunk]:
+        """The chunks of a file that have some of these bytes."""
+        size = self.snapshot.manifest.files[name].chunk
+        yield from ((name, number) for number in range(begin // size, -(-end // size)))
+
+    def verify(self, chunks: Sequence[Chunk], threads: int = 1) -> None:
+        """Compare the bytes of these chunks with the manifest."""
+        parts = [chunks[len(chunks) * part // threads : len(chunks) * (part + 1) // threads] for part in range(threads)]
+        if threads == 1:
+            self._verify(chunks)
+            return
+        with ThreadPoolExecutor(threads) as pool:  # hashing and reading let other threads run
+            for done in [pool.submit(self._verify, part) for part in parts]:
+                done.result()
+
+    def _verify(self, chunks: Sequence[Chunk]) -> None:
         scratch = memoryview(bytearray(PIECE))
-        for name, number in chunks[len(chunks) * part // parts : len(chunks) * (part + 1) // parts]:
+        for name, number in chunks:
             record, digest = self.snapshot.manifest.files[name], hashlib.sha256()
             begin, end = number * record.chunk, min((number + 1) * record.chunk, record.size)
             for at in range(begin, end, PIECE):
@@ -57,9 +77,9 @@ class OpenSnapshot:
         self.read(name, 0, memoryview(found))
         return bytes(found)
 
-    def entries(self, name: str) -> tuple[int, dict[str, TensorEntry]]:
-        """The tensors of a file, and where their bytes begin. Raises ValueError if it is not in the safetensors format,
-        and KeyError if there is none of this name."""
+    def header(self, name: str) -> tuple[int, Mapping[str, object], dict[str, TensorEntry]]:
+        """Where the bytes of a file's tensors begin, its metadata, and the tensors. Raises ValueError if it is not in
+        the safetensors format."""
         size = self.snapshot.manifest.files[name].size
         start = memoryview(bytearray(min(8, size)))
         self.read(name, 0, start)
@@ -67,7 +87,7 @@ class OpenSnapshot:
             raise ValueError(f"the header of {name} does not fit in its {size} bytes")
         header = memoryview(bytearray(length))
         self.read(name, 8, header)
-        return 8 + length, parse_header(bytes(header), size - 8 - length)[1]
+        return (8 + length, *parse_header(bytes(header), size - 8 - length))
 
     def _damaged(self, why: str) -> Damaged:
         return Damaged(self.snapshot.path, why)

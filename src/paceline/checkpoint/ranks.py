@@ -4,21 +4,23 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from paceline.checkpoint.errors import Damaged, Skipped
+from paceline.checkpoint.open_snapshot import Chunk
 from paceline.checkpoint.snapshots import Snapshot, place_of
 from paceline.collectives.checked import all_gather
 from paceline.stored.directory import make_directory
 from paceline.stored.tensor_file import bytes_of
 
 OptionalGroup = dist.ProcessGroup | None
+MOST_THREADS = 8  # that verify on one rank: more than these, and memory is the limit
 
 
 def rank_and_size(group: OptionalGroup) -> tuple[int, int]:
@@ -46,16 +48,16 @@ def text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def is_writer(directory: Path, group: OptionalGroup) -> bool | None:
-    """Whether this rank is the lowest of those that see the same `directory`. All ranks call it.
+def homes_of(directory: Path, group: OptionalGroup) -> list[int] | None:
+    """For each rank, the lowest of those that see the same `directory`. All ranks call it.
 
-    Hosts that do not share a directory each have their own copy of every snapshot, so every rank puts down a file and
-    looks for those of lower ranks. None means that some rank could not: then only rank 0 should write, whose write will
-    say what is wrong, and the question is worth asking again.
+    Hosts that do not share a directory each have their own, so every rank puts down a file and looks for those of lower
+    ranks. None means that some rank could not: then rank 0 alone should write, whose write will say what is wrong, and
+    the question is worth asking again.
     """
     rank, size = rank_and_size(group)
     if size == 1:
-        return True
+        return [0]
     token = gather(secrets.randbits(60), group)[0]
     probe = f".seen-{token:x}-"
     try:
@@ -67,25 +69,38 @@ def is_writer(directory: Path, group: OptionalGroup) -> bool | None:
     try:
         everywhere = all(gather(put_down, group))
         # Asked by name: a listing may be out of date where the directory is on another machine.
-        lowest = not any(os.path.lexists(directory / f"{probe}{other}") for other in range(rank))
-        gather(None, group)  # all have looked
+        lowest = next((other for other in range(rank) if os.path.lexists(directory / f"{probe}{other}")), rank)
+        homes = gather(lowest, group)  # all have looked
     finally:
         if put_down:
             (directory / f"{probe}{rank}").unlink()
-    return lowest if everywhere else None
+    return homes if everywhere else None
 
 
-# Compares a part of a snapshot's bytes with its manifest: which part, of how many. Raises Damaged.
-Verify = Callable[[Snapshot, int, int], None]
+class Looked(Protocol):
+    """A snapshot that a rank is about to read from."""
+
+    problem: str  # why it cannot, as far as that is known without reading all of it
+
+    @property
+    def needed(self) -> Sequence[Chunk]:
+        """What it will read, or, where there is a problem, what could explain it."""
+
+    def verify(self, chunks: Sequence[Chunk], threads: int) -> None:
+        """Compare the bytes of some chunks with the manifest. Raises Damaged."""
+
+
+Look = Callable[[Snapshot], Looked]  # raises Damaged
 
 
 def newest_on_all(
-    found: Sequence[Snapshot], refused: Sequence[Damaged], verify: Verify, group: OptionalGroup
+    found: Sequence[Snapshot], refused: Sequence[Damaged], look: Look, group: OptionalGroup
 ) -> tuple[Snapshot | None, tuple[Skipped, ...]]:
     """The newest snapshot that is good on every rank, and what was passed over, the same on all ranks.
 
     `found` is what this rank sees, newest first. In each round every rank names the newest that it has, those that
-    named a newer one than others go down to theirs, and ranks that see the same files verify a part of them each.
+    named a newer one than others go down to theirs, and ranks that see the same files verify a part each of what any of
+    them needs.
     """
     rank = rank_and_size(group)[0]
     skipped = [Skipped(error.path.name, rank, error.why) for error in refused]
@@ -105,13 +120,8 @@ def newest_on_all(
             continue
         if not left:
             break
-        why = ""
         sharing = [other for other, place in enumerate(places) if place == places[rank]]
-        try:
-            verify(left[0], sharing.index(rank), len(sharing))
-        except Damaged as error:
-            why = error.why
-        whys = gather(why, group)
+        whys = gather(_verify_together(left[0], look, sharing, group), group)
         bad = [place for place, why in zip(places, whys, strict=True) if why]
         if not bad:
             break
@@ -119,3 +129,44 @@ def newest_on_all(
         pass_over(next((whys[other] for other in sharing if whys[other]), f"rank {lacking} has no intact copy of it"))
     everywhere = [Skipped(**fields) for own in gather([asdict(one) for one in skipped], group) for fields in own]
     return (left[0] if left else None), tuple(everywhere)
+
+
+def _verify_together(snapshot: Snapshot, look: Look, sharing: Sequence[int], group: OptionalGroup) -> str:
+    """Verify this rank's part of what the ranks `sharing` its files need. Returns what is wrong, if anything is."""
+    looked, why, runs = None, "", dict[str, list[list[int]]]()
+    try:
+        looked = look(snapshot)
+        runs = _runs(looked.needed)
+    except Damaged as error:
+        why = error.why
+    rows = gather(runs, group)
+    if looked is None:
+        return why
+    needed = {
+        (name, number)
+        for other in sharing
+        for name, spans in rows[other].items()
+        for first, last in spans
+        for number in range(first, last)
+    }
+    ordered = sorted(needed)
+    here, ranks = sharing.index(rank_and_size(group)[0]), len(sharing)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        own = ordered[len(ordered) * here // ranks : len(ordered) * (here + 1) // ranks]
+        looked.verify(own, max(1, min(cores // ranks, MOST_THREADS)))
+    except Damaged as error:
+        return error.why
+    return looked.problem
+
+
+def _runs(chunks: Iterable[Chunk]) -> dict[str, list[list[int]]]:
+    """Chunks as ranges of numbers, by file: few, as a rank reads long stretches."""
+    found: dict[str, list[list[int]]] = {}
+    for name, number in sorted(set(chunks)):
+        spans = found.setdefault(name, [])
+        if spans and spans[-1][1] == number:
+            spans[-1][1] = number + 1
+        else:
+            spans.append([number, number + 1])
+    return found

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,11 @@ from torch import nn
 from paceline.bare import bare
 from paceline.checkpoint import snapshots
 from paceline.checkpoint.errors import CheckpointMismatch, Damaged, Skipped
-from paceline.checkpoint.manifest import FILE
-from paceline.checkpoint.open_snapshot import OpenSnapshot
-from paceline.checkpoint.ranks import OptionalGroup, Verify, newest_on_all
+from paceline.checkpoint.manifest import NAME, stem_of
+from paceline.checkpoint.open_snapshot import Chunk, OpenSnapshot
+from paceline.checkpoint.ranks import Look, OptionalGroup, newest_on_all
+from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.shards import kept_per_element, model_state, names_of_params, sharded_parameters, updated
 from paceline.checkpoint.snapshots import Snapshot
 from paceline.checkpoint.state import (
     MODEL,
@@ -28,16 +30,18 @@ from paceline.checkpoint.state import (
     shapes_of,
     whole_shapes,
 )
-from paceline.checkpoint.stored_tensor import StoredTensor, StoredTensors, fill
+from paceline.checkpoint.stored_tensor import StoredTensor, StoredTensors, fill, stored_in
 from paceline.kernels import differences
 from paceline.stored.packed import unpack
+from paceline.stored.tensor_part import TensorPart
 from paceline.stored.value_tree import decode_tree
 
+MASTER = "master"  # the key under which an optimizer over shards keeps its wide copy of a parameter
 # States of torch's optimizers that have an entry for every element of their parameter.
 SHAPED_LIKE_PARAMS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
 
 
-# "latest" or "compared", a step, or the path of a snapshot or of a directory of them: see `Checkpointer.load`.
+# "latest", "compared" or "best", a step, or the path of a snapshot or of a directory of them: see `Checkpointer.load`.
 Which = str | os.PathLike[str] | int
 
 
@@ -49,26 +53,28 @@ class Choice(NamedTuple):
     skipped: tuple[Skipped, ...]
 
 
-def choose(which: Which, directory: Path, verify: Verify, group: OptionalGroup) -> Choice:
+def choose(which: Which, directory: Path, look: Look, group: OptionalGroup, keep: Keep) -> Choice:
     """The newest snapshot of those that `which` means that is good on all ranks.
 
     All ranks call it, with a `which` of the same kind.
     """
     directory, found, broken = _candidates(which, directory)
+    if which == "best":
+        found = keep.best_of(found)
     if which == "compared":
         compared = [one for one in found if one.manifest.compared]
-        chosen, skipped = newest_on_all(compared, broken, verify, group)
+        chosen, skipped = newest_on_all(compared, broken, look, group)
         if chosen is not None:
             return Choice(chosen, directory, skipped)
-    chosen, skipped = newest_on_all(found, broken, verify, group)
+    chosen, skipped = newest_on_all(found, broken, look, group)
     return Choice(chosen, directory, skipped)
 
 
 def _candidates(which: Which, directory: Path) -> tuple[Path, list[Snapshot], list[Damaged]]:
     """Where this rank looks for `which`, the snapshots there, newest first, and those whose manifests are damaged."""
-    if not isinstance(which, int) and which not in ("latest", "compared"):
+    if not isinstance(which, int) and which not in ("latest", "compared", "best"):
         path = Path(which)
-        if snapshots.NAME.match(path.name) or os.path.lexists(path / FILE):
+        if snapshots.NAME.match(path.name) or (path.is_dir() and any(NAME.match(one.name) for one in path.iterdir())):
             try:
                 return path.parent, [snapshots.read(path)], []
             except Damaged as error:
@@ -84,8 +90,62 @@ def _candidates(which: Which, directory: Path) -> tuple[Path, list[Snapshot], li
     return directory, found, broken
 
 
+class Targets:
+    """The objects of a run that a snapshot is loaded into. Made by all ranks together."""
+
+    def __init__(
+        self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any]
+    ) -> None:
+        self.model, self.optimizer, self.more = model, optimizer, more
+        self.state: dict[str, Any] = {} if model is None else model_state(model)
+        self.params = None if optimizer is None else names_of_params(model, optimizer)
+
+
+class Reading:
+    """A snapshot that is about to be read: what is needed of it, and why it cannot be loaded here, if that is known.
+    Raises Damaged when it is made, if files are missing."""
+
+    def __init__(self, snapshot: Snapshot, targets: Targets | None, rank: int, size: int) -> None:
+        """Without `targets` everything is needed that is there."""
+        self.problem = ""
+        self.restored: Restored | None = None
+        self._opened = OpenSnapshot(snapshot)
+        self.needed: list[Chunk] = self._opened.chunks()
+        if targets is None:
+            return
+        try:
+            self.restored = Restored(self._opened, rank, size)
+        except Damaged as error:
+            self.problem = error.why
+            return
+        wanted = list(self.restored.wanted(targets))
+        for stored, begin, end in wanted:
+            if (hole := stored.missing(begin, end)) is not None:
+                self.problem = self._lacking(stored, hole)
+                return
+        control = [chunk for name in self.restored.trees for chunk in self._opened.chunks() if chunk[0] == name]
+        headers = [(name, 0) for name in snapshot.manifest.files]
+        self.needed = [
+            *control,
+            *headers,
+            *(chunk for stored, begin, end in wanted for chunk in stored.chunks(begin, end)),
+        ]
+
+    def verify(self, chunks: Sequence[Chunk], threads: int) -> None:
+        self._opened.verify(chunks, threads)
+
+    def _lacking(self, stored: StoredTensor, hole: tuple[int, int]) -> str:
+        manifest = self._opened.snapshot.manifest
+        listed = ", ".join(map(str, manifest.ranks))
+        return (
+            f"the elements {hole[0]} to {hole[1]} of {stored.name!r} are not here: the directory has the files of rank "
+            f"{listed} of {manifest.world_size}, and this rank needs some of another one, which wrote to a directory "
+            f"that is not shared; copy all files of that directory's {self._opened.snapshot.path.name} into this one"
+        )
+
+
 class Restored:
-    """The values of one snapshot, with large tensors still in its files. Raises Damaged if its parts do not fit.
+    """The values of one snapshot, with tensors still in its files. Raises Damaged if its parts do not fit.
 
     `rank` of `size` loads it, and gets the values of that rank where ranks had different ones. What is put into the
     objects of a run is checked before any of them is changed.
@@ -95,30 +155,47 @@ class Restored:
         self.snapshot = opened.snapshot
         self._rank = rank
         self._size = size
+        files = sorted(opened.snapshot.manifest.files)
         try:
-            tree = json.loads(opened.content(TREE))
-            weights, rest = StoredTensors(opened, MODEL), StoredTensors(opened, STATE)
+            self.trees = [name for name in files if stem_of(name) == TREE]
+            tree = json.loads(opened.content(self.trees[0]))
+            weights = StoredTensors(opened, [name for name in files if stem_of(name) == MODEL])
+            rest = StoredTensors(opened, [name for name in files if stem_of(name) == STATE])
             self.model = decode_tree(tree.get("model"), weights.leaf)
             self._metadata = fill(decode_tree(tree.get("model_metadata"), rest.leaf))
             self.optimizer = decode_tree(tree.get("optimizer"), rest.leaf)
-            self.optimizer_kind = tree.get("optimizer_kind")
+            self.optimizer_kind, self.optimizer_params = tree.get("optimizer_kind"), tree.get("optimizer_params")
             self._kernels, self._lanes = tree.get("kernels"), tree.get("lanes")
             self.more: dict[str, Any] = decode_tree(tree["more"], rest.leaf)
             self._per_rank: list[str] = tree["per_rank"]
-            for name in self._per_rank:
-                self.more[name] = [unpack(blob) for blob in fill(self.more[name])]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise Damaged(opened.snapshot.path, f"its parts do not fit together: {error}") from error
 
-    def check(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any]) -> None:
+    def wanted(self, targets: Targets) -> Iterator[tuple[StoredTensor, int, int]]:
+        """Which elements of which tensors will be read for these objects, also if they turn out not to fit."""
+        for name, stored in (self.model or {}).items() if targets.model is not None else ():
+            part = targets.state.get(name)
+            for one in stored_in(stored):
+                span = one.span_of(part.form, part.span) if isinstance(part, TensorPart) else (0, one.shape.numel())
+                yield (one, *span)
+        if targets.optimizer is not None:
+            yield from _wanted_of(self.optimizer or {}, targets.optimizer)
+        for name, value in self.more.items():
+            if isinstance(into := targets.more.get(name), torch.optim.Optimizer):
+                yield from _wanted_of(value, into)
+            else:
+                yield from ((one, 0, one.shape.numel()) for one in stored_in(value))
+
+    def check(self, targets: Targets) -> None:
         """Raise CheckpointMismatch if this cannot be loaded into these objects. Changes nothing."""
+        model, optimizer, more = targets.model, targets.optimizer, targets.more
         where = self.snapshot.path
         if model is not None:
             if self.model is None:
                 raise CheckpointMismatch(f"{where} holds no model: expected one, saved with save(model=…)")
-            check_model(shapes_of(bare(model).state_dict()), self.snapshot.manifest.model, str(where))
+            check_model(shapes_of(targets.state), self.snapshot.manifest.model, str(where))
         if optimizer is not None:
-            self._check_optimizer(optimizer)
+            self._check_optimizer(optimizer, targets.params)
         for name, value in more.items():
             if name not in self.more:
                 raise CheckpointMismatch(
@@ -143,45 +220,54 @@ class Restored:
         kernels = differences({"compiled": "False", **self._kernels}, kernels_of(model))
         return [f"lanes: {self._lanes} and {lanes}"] * (self._lanes != lanes) + kernels
 
-    def put(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any]) -> None:
+    def put(self, targets: Targets) -> None:
         """Read into the tensors of the objects; first of those that may refuse their state, as a Loader does.
 
         Their load_state_dict() gets the tensors that they have already, and so copies nothing. Raises Damaged if the
         files cannot be read any more.
         """
-        for name, value in more.items():
-            state = self.more[name][self._rank] if name in self._per_rank else self.more[name]
+        for name, value in targets.more.items():
+            state = self.more[name]
+            if name in self._per_rank:
+                state = unpack(fill(state[self._rank]))
+            if isinstance(value, torch.optim.Optimizer):
+                value.load_state_dict(_filled(self.more.pop(name), value))
+                continue
             module = bare(value) if isinstance(value, nn.Module) else None
             (module or value).load_state_dict(fill(state, module and module.state_dict()))
-        if model is not None:
-            weights = OrderedDict(fill(self.model, bare(model).state_dict()))
-            if self._metadata is not None:
-                weights._metadata = self._metadata  # type: ignore[attr-defined]
-            bare(model).load_state_dict(weights)
-        if optimizer is not None:
-            optimizer.load_state_dict(self._filled(optimizer))
+        if targets.model is not None:
+            self._put_model(targets.model, targets.state)
+        if targets.optimizer is not None:
+            targets.optimizer.load_state_dict(_filled(self.optimizer, targets.optimizer))
         self.more = fill(self.more)
+        for name in self._per_rank:
+            self.more[name] = [unpack(blob) for blob in self.more[name]]
 
-    def _filled(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of the optimizer, read into what it has, or into new tensors where its parameters are."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        places = [place for group in self.optimizer["param_groups"] for place in group["params"]]
-        state: dict[Any, Any] = dict(self.optimizer["state"])
-        for param, place in zip(params, places, strict=True):
-            known = optimizer.state.get(param, {})
-            for name, value in state.get(place, {}).items():
-                if isinstance(value, StoredTensor) and value.shape == param.shape and name != "step":
-                    value.load(known.get(name), param.device)
-            if place in state:
-                state[place] = fill(state[place], known)
-        filled: dict[str, Any] = fill({**self.optimizer, "state": state})
-        return filled
+    def _put_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        parts = {name: part for name, part in state.items() if isinstance(part, TensorPart)}
+        for name, part in parts.items():
+            self.model[name].read_part(part.values, part.begin, part.form)
+        weights = OrderedDict(fill({name: value for name, value in self.model.items() if name not in parts}, state))
+        if self._metadata is not None:
+            weights._metadata = self._metadata  # type: ignore[attr-defined]
+        owned = sharded_parameters(model) if parts else None
+        if owned is None:
+            bare(model).load_state_dict(weights)
+            return
+        with owned.units.in_shards():
+            told = bare(model).load_state_dict(weights, strict=False)
+        owned.units.follow_update()
+        strange = [*(name for name in told.missing_keys if name not in parts), *told.unexpected_keys]
+        if strange:
+            raise CheckpointMismatch(
+                f"{self.snapshot.path} does not fit the model's {strange[0]!r}; build it as it was"
+            )
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, params: Sequence[str] | None) -> None:
         where, kind = self.snapshot.path, kind_of(optimizer)
         if self.optimizer is None:
             raise CheckpointMismatch(f"{where} holds no optimizer: expected one, saved with save(optimizer=…)")
-        if self.optimizer_kind != kind:
+        if self.optimizer_kind not in (kind, None):  # None: it was imported
             raise CheckpointMismatch(f"{where} holds the state of {self.optimizer_kind}, expected that of {kind}")
         saved = [len(group["params"]) for group in self.optimizer["param_groups"]]
         wanted = [len(group["params"]) for group in optimizer.param_groups]
@@ -199,3 +285,67 @@ class Restored:
                         f"{where}: {name!r} of the optimizer's parameter {number} has shape {tuple(tensor.shape)}, "
                         f"expected {tuple(shape)}; pass the parameters in the order of the saved run"
                     )
+        for number, (name, wanted_name) in enumerate(zip(self.optimizer_params or (), params or (), strict=False)):
+            if name != wanted_name:
+                raise CheckpointMismatch(
+                    f"{where} has an optimizer whose parameter {number} is {name!r}, expected {wanted_name!r}; pass "
+                    f"the parameters in the order of the saved run"
+                )
+
+
+def _of_params(
+    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[Any, torch.Tensor, Any, dict[str, Any]]]:
+    """Of each parameter that an optimizer updates, its place in a saved state, what is updated, its shard if it is one,
+    and what was saved of it."""
+    places = [place for group in saved.get("param_groups", ()) for place in group["params"]]
+    for (param, shard), place in zip(updated(optimizer), places, strict=False):
+        yield place, param, shard, saved["state"].get(place, {})
+
+
+def _is_cut(optimizer: torch.optim.Optimizer, shard: Any, name: str, value: Any) -> bool:
+    """Whether a rank needs its part only of a state of the whole parameter."""
+    if shard is None or not isinstance(value, StoredTensor) or value.shape != shard.form.shape:
+        return False
+    return bool(value.shape) or name == MASTER or name in kept_per_element(optimizer)
+
+
+def _wanted_of(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[tuple[StoredTensor, int, int]]:
+    for _, _, shard, values in _of_params(saved, optimizer):
+        for name, value in values.items():
+            if _is_cut(optimizer, shard, name, value):
+                if name != MASTER or shard.has_master:
+                    yield (value, *value.span_of(shard.form, shard.span))
+            elif name != MASTER:
+                yield from ((one, 0, one.shape.numel()) for one in stored_in(value))
+    yield from ((one, 0, one.shape.numel()) for one in stored_in(saved.get("param_groups", ())))
+
+
+def _filled(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer, read into what it has, or into new tensors where its parameters are."""
+    state: dict[Any, Any] = dict(saved["state"])
+    for place, param, shard, values in _of_params(saved, optimizer):
+        known, found = optimizer.state.get(param, {}), {}
+        for name, value in values.items():
+            if _is_cut(optimizer, shard, name, value):
+                if name != MASTER or shard.has_master:
+                    into = shard.value.detach() if name == MASTER else known.get(name)
+                    found[name] = _read_part(value, into, shard)
+            elif name == MASTER:
+                continue  # kept by another run, and of no use here
+            elif isinstance(value, StoredTensor) and value.shape == param.shape and name != "step":
+                found[name] = value.load(known.get(name), param.device)
+            else:
+                found[name] = fill(value, known.get(name))
+        if place in state:
+            state[place] = found
+    filled: dict[str, Any] = fill({**saved, "state": state})
+    return filled
+
+
+def _read_part(value: StoredTensor, into: torch.Tensor | None, shard: Any) -> TensorPart:
+    begin, end = shard.span
+    if into is None or into.shape != (end - begin,) or into.dtype is not value.dtype:
+        into = torch.empty(end - begin, dtype=value.dtype, device=shard.value.device)
+    value.read_part(into, begin, shard.form)
+    return TensorPart(into, begin, shard.form)

@@ -8,7 +8,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,25 +64,37 @@ def listed(directory: Path) -> list[Path]:
 
 
 def read(path: Path) -> Snapshot:
-    """What the manifest in `path` says; the other files are not looked at. Raises Damaged."""
-    file = path / manifests.FILE
-    descriptor, size = open_file(file)
+    """What the manifests in `path` say; the other files are not looked at. Raises Damaged."""
     try:
-        if size > MAX_MANIFEST:
-            raise Damaged(path, f"{file.name} has {size} bytes, expected at most {MAX_MANIFEST}")
-        with open(descriptor, "rb", closefd=False) as opened:
-            raw = opened.read()
+        names = sorted(entry.name for entry in os.scandir(path) if manifests.NAME.match(entry.name))
     except OSError as error:
-        raise Damaged(path, f"{file.name} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
+        raise Damaged(path, f"{manifests.FILE} cannot be read: {error.strerror}") from error
+    found = [_manifest(path, name) for name in names or [manifests.FILE]]
     try:
-        manifest = manifests.from_bytes(raw)
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(path, f"{manifests.FILE}: {error}") from error
+        manifest = manifests.merged(found)
+    except ValueError as error:
+        raise Damaged(path, str(error)) from error
     if any(Path(name).name != name for name in manifest.files):
         raise Damaged(path, f"{manifests.FILE} names files outside of the snapshot")
     return Snapshot(path, manifest)
+
+
+def _manifest(path: Path, name: str) -> Manifest:
+    file = path / name
+    descriptor, size = open_file(file)
+    try:
+        if size > MAX_MANIFEST:
+            raise Damaged(path, f"{name} has {size} bytes, expected at most {MAX_MANIFEST}")
+        with open(descriptor, "rb", closefd=False) as opened:
+            raw = opened.read()
+    except OSError as error:
+        raise Damaged(path, f"{name} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    try:
+        return manifests.from_bytes(raw)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(path, f"{name}: {error}") from error
 
 
 def survey(directory: Path) -> tuple[list[Snapshot], list[Damaged]]:
@@ -127,7 +139,7 @@ def place_of(snapshot: Snapshot) -> str:
     """Equal on ranks that read the very same files, from the memory of one host."""
     host = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
     try:
-        status = (snapshot.path / manifests.FILE).stat()
+        status = snapshot.path.stat()
     except OSError:  # it has just been removed, as its files will tell
         return f"{host} process {os.getpid()}"
     return f"{host} {status.st_dev} {status.st_ino}"
@@ -139,29 +151,6 @@ def remove(path: Path) -> None:
     path.rename(aside)
     with suppress(FileNotFoundError):  # another run in this directory has removed it as abandoned
         shutil.rmtree(aside)
-
-
-def remove_older(directory: Path, keep: int, refused: Sequence[Path]) -> list[Path]:
-    """Remove all that is older than the `keep` newest good snapshots, of different steps. Returns what was removed.
-
-    `refused` are known to be damaged and do not count as good.
-    """
-    found, broken = survey(directory)
-    good = [one for one in found if one.path not in refused and has_all_files(one)]
-    kept: dict[int, Snapshot] = {}
-    for snapshot in good:
-        if len(kept) < keep:
-            kept.setdefault(snapshot.step, snapshot)
-    copies = [one.path for one in good if one.step in kept and one is not kept[one.step]]
-    older: list[Path] = []
-    if len(kept) == keep:  # otherwise what is damaged may still be useful
-        oldest = min(one.manifest.number for one in kept.values())
-        older = [one.path for one in found if one.manifest.number < oldest and one.path not in copies]
-        older += [error.path for error in broken if step_of(error.path) < min(kept)]
-    gone = copies + older
-    for path in gone:
-        remove(path)
-    return gone
 
 
 def step_of(path: Path) -> int:

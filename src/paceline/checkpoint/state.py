@@ -1,7 +1,7 @@
 """The state of a training run as files: described on every rank, copied where it is written, compared in shape."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,13 @@ from torch import nn
 from paceline.bare import bare
 from paceline.checkpoint.errors import CheckpointMismatch
 from paceline.checkpoint.ranks import OptionalGroup, gather_bytes
+from paceline.checkpoint.shards import model_state, names_of_params, optimizer_state, updated
 from paceline.errors import CollectiveMismatch
 from paceline.kernels import kernel_settings
 from paceline.stored.json_tree import Encoder
 from paceline.stored.packed import pack
 from paceline.stored.tensor_file import bytes_of, lay_out, views
+from paceline.stored.tensor_part import TensorPart
 from paceline.stored.value_tree import dtype_name
 
 MODEL, STATE, TREE = "model.safetensors", "state.safetensors", "state.json"
@@ -37,13 +39,9 @@ class TrainingState:
     """What belongs to one snapshot. The tensors are still those of the run."""
 
     tree: bytes
-    files: Mapping[str, Tensors]  # by the name of the file that holds them
+    files: Mapping[str, Mapping[str, torch.Tensor | TensorPart]]  # by the name of the file that holds them
     shapes: Mapping[str, TensorSpec]
-    replicas: Mapping[str, Sequence[str]]  # by file: the names of what is equal on all ranks
-
-    def replicated(self, files: Mapping[str, Tensors]) -> list[dict[str, torch.Tensor]]:
-        """What of the tensors in `files`, which may be copies, is equal on all ranks."""
-        return [{name: files[file][name] for name in names} for file, names in self.replicas.items()]
+    equal: Mapping[str, Collection[str]]  # by file: the names of what has the same bits on all ranks that hold it
 
 
 def state_of(value: Any) -> Any:
@@ -61,15 +59,16 @@ def capture(
     weights, rest = Encoder(), Encoder()
     shapes: Mapping[str, TensorSpec] = {}
     if model is not None:
-        state = bare(model).state_dict()
+        state = model_state(model)
         shapes = shapes_of(state)
         tree["model"] = weights.encode(dict(state))
         tree["model_metadata"] = rest.encode(getattr(state, "_metadata", None), ("model_metadata",))
     if optimizer is not None:
-        tree["optimizer"] = rest.encode(optimizer.state_dict(), ("optimizer",))
+        tree["optimizer"] = rest.encode(optimizer_state(optimizer), ("optimizer",))
         tree["optimizer_kind"] = kind_of(optimizer)
+        tree["optimizer_params"] = names_of_params(model, optimizer)
     lanes = lanes_in(model, more)
-    replicas = {MODEL: _replicas(model, weights, buffers=lanes is not None), STATE: list(rest.tensors)}
+    equal = {MODEL: _replicas(model, weights, buffers=lanes is not None), STATE: {*rest.tensors}}
     tree["kernels"], tree["lanes"] = kernels_of(model), lanes
     tree["more"], tree["per_rank"] = {}, []
     for name, value in more.items():
@@ -77,21 +76,22 @@ def capture(
             blobs = gather_bytes(pack(state_of(value.value), name), group)
             value = [torch.frombuffer(bytearray(blob), dtype=torch.uint8) for blob in blobs]
             tree["per_rank"].append(name)
-        tree["more"][name] = rest.encode(state_of(value), ("more", name))
-    files = {MODEL: weights.tensors, STATE: rest.tensors}
-    return TrainingState(json.dumps(tree).encode(), files, shapes, replicas)
+        in_shards = isinstance(value, torch.optim.Optimizer)
+        tree["more"][name] = rest.encode(optimizer_state(value) if in_shards else state_of(value), ("more", name))
+    files = {MODEL: weights.tensors | weights.parts, STATE: rest.tensors | rest.parts}
+    return TrainingState(json.dumps(tree).encode(), files, shapes, equal)
 
 
-def _replicas(model: nn.Module | None, weights: Encoder, *, buffers: bool) -> list[str]:
+def _replicas(model: nn.Module | None, weights: Encoder, *, buffers: bool) -> set[str]:
     """What of a model is the same on all ranks. Buffers are the same only in lanes: elsewhere each rank makes its own,
     and takes over those of another rank when its next forward begins."""
     if model is None:
-        return []
+        return set()
     ignored = getattr(model, "parameters_to_ignore", ())
     names = {name for name, _ in bare(model).named_parameters(remove_duplicate=False)}
     if buffers:
         names |= {name for name, _ in bare(model).named_buffers(remove_duplicate=False)}
-    return [name for name in weights.tensors if name in names and name not in ignored]
+    return {name for name in weights.tensors if name in names and name not in ignored}
 
 
 def lanes_in(model: nn.Module | None, more: Mapping[str, Any]) -> int | None:
@@ -106,11 +106,8 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def whole_shapes(optimizer: torch.optim.Optimizer) -> list[torch.Size]:
-    """The shapes of the parameters that an optimizer updates, or has shards of. Looked up by name: not every optimizer
-    here is one of ours."""
-    if hasattr(optimizer, "_shards"):
-        return [param.shape if shard is None else shard.form.shape for param, shard in optimizer._shards()]
-    return [param.shape for group in optimizer.param_groups for param in group["params"]]
+    """The shapes of the parameters that an optimizer updates, or has shards of."""
+    return [param.shape if shard is None else shard.form.shape for param, shard in updated(optimizer)]
 
 
 def kernels_of(model: nn.Module | None) -> dict[str, str]:
@@ -129,9 +126,9 @@ class HostCopy:
         self._views: list[torch.Tensor] = []
         self._copied: list[torch.cuda.Event] = []
 
-    def take(self, tensors: Tensors) -> None:
+    def take(self, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
         """Copy the tensors. From a CUDA device the copy is queued on the current stream, and readers wait for it."""
-        layout = lay_out(tensors)
+        layout = lay_out(tensors, metadata)
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         on_device = bool(devices)
         if self._layout != layout or on_device != self._flat.is_pinned():
@@ -162,7 +159,7 @@ def shapes_of(state: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return {
         name: (dtype_name(value.dtype), tuple(value.shape))
         for name, value in state.items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor | TensorPart)
     }
 
 

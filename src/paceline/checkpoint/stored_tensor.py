@@ -1,14 +1,17 @@
 """Tensors that are still in the files of a snapshot, in the place of those that a decoded value will hold."""
 
+import json
 import math
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from paceline.checkpoint.open_snapshot import OpenSnapshot
+from paceline.checkpoint.open_snapshot import Chunk, OpenSnapshot
 from paceline.stored.json_tree import decode_tensor
-from paceline.stored.tensor_file import bytes_of
+from paceline.stored.tensor_file import PARTS, bytes_of
+from paceline.stored.tensor_part import Order, flat_of, in_order, order_of
 from paceline.stored.value_tree import MARK, dtype_of
 
 SCRATCH_BYTES = 16 << 20  # where bytes cannot be read into a tensor's own memory
@@ -27,20 +30,50 @@ class StoredTensor:
     """A tensor in the files of a snapshot. It is read once, into memory that is there, or that is made for it."""
 
     def __init__(
-        self, opened: OpenSnapshot, name: str, dtype: torch.dtype, shape: tuple[int, ...], pieces: list[_Piece]
+        self,
+        opened: OpenSnapshot,
+        name: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        order: Order,
+        pieces: Sequence[_Piece],
     ) -> None:
+        self.name = name
         self.dtype = dtype
         self.shape = torch.Size(shape)
         self._opened = opened
-        self._pieces = sorted(pieces)
+        self._order = order
+        self._pieces: list[_Piece] = []
         self._taken: torch.Tensor | None = None
-        at = 0
+        end = 0
+        for piece in sorted(pieces):  # the same bytes are in several files where those of several hosts were copied
+            if piece.end > end or not self._pieces:
+                self._pieces.append(piece)
+                end = max(end, piece.end)
+        if end > self.nbytes:
+            raise ValueError(f"{name!r} has {end} bytes, expected a {dtype} of shape {list(shape)}")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def missing(self, begin: int, end: int) -> tuple[int, int] | None:
+        """The first of the elements from `begin` to `end` that are not in the files."""
+        at, last = begin * self.dtype.itemsize, end * self.dtype.itemsize
         for piece in self._pieces:
-            if piece.begin != at:
-                raise ValueError(f"bytes {at} to {piece.begin} of {name!r} are missing or there twice")
-            at = piece.end
-        if at != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name!r} has {at} bytes, expected a {dtype} of shape {list(shape)}")
+            if piece.begin > at:
+                break
+            at = max(at, piece.end)
+        following = next((piece.begin for piece in self._pieces if piece.begin > at), last)
+        size = self.dtype.itemsize
+        return (at // size, min(following, last) // size) if at < last else None
+
+    def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
+        """What of the files holds the elements from `begin` to `end`."""
+        size = self.dtype.itemsize
+        for piece, low, high in self._overlaps(begin * size, end * size):
+            start = piece.offset - piece.begin
+            yield from self._opened.chunks_of(piece.file, start + low, start + high)
 
     def load(self, like: object = None, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor: `like` with its values, if that is one of this shape and type, else a new one."""
@@ -50,24 +83,56 @@ class StoredTensor:
             self._taken = target
         return self._taken
 
-    def read(self, target: torch.Tensor, first: int = 0) -> None:
-        """Fill `target` with the elements from `first` on."""
-        target = torch.atleast_1d(target.detach())
-        if target.device.type == "cpu" and target.is_contiguous():
+    def read(self, target: torch.Tensor) -> None:
+        """Fill `target`, a tensor of this shape."""
+        target = target.detach()
+        if order_of(target) == self._order:
+            self._read_flat(flat_of(target), 0)
+        elif self._order == tuple(range(target.dim())):  # a few rows at a time
+            rows = max(1, SCRATCH_BYTES // max(1, target[:1].numel() * self.dtype.itemsize))
+            first = 0
+            for some in target.split(rows):
+                scratch = torch.empty(some.shape, dtype=self.dtype, device="cpu")
+                self._read_flat(scratch.view(-1), first)
+                some.copy_(scratch)
+                first += some.numel()
+        else:
+            flat = torch.empty(target.numel(), dtype=self.dtype, device="cpu")
+            self._read_flat(flat, 0)
+            target.copy_(in_order(flat, self.shape, self._order))
+
+    def read_part(self, target: torch.Tensor, begin: int, form: torch.Tensor) -> None:
+        """Fill `target`, which is flat, with the elements from `begin` on of the tensor, laid out like `form`."""
+        if order_of(form) == self._order:
+            self._read_flat(target.detach(), begin)
+            return
+        whole = torch.empty_strided(form.shape, form.stride(), dtype=self.dtype, device="cpu")
+        self.read(whole)
+        target.detach().copy_(flat_of(whole)[begin : begin + target.numel()])
+
+    def span_of(self, form: torch.Tensor, span: tuple[int, int]) -> tuple[int, int]:
+        """The elements that `read_part` reads for a part of a tensor like `form`."""
+        return span if order_of(form) == self._order else (0, self.shape.numel())
+
+    def _read_flat(self, target: torch.Tensor, first: int) -> None:
+        if target.device.type == "cpu" and target.dtype is self.dtype:
             self._read_bytes(bytes_of(target), first * self.dtype.itemsize)
             return
-        rows = max(1, SCRATCH_BYTES // max(1, target[:1].numel() * self.dtype.itemsize))
-        for some in target.split(rows):
+        for some in target.split(SCRATCH_BYTES // self.dtype.itemsize):
             scratch = torch.empty(some.shape, dtype=self.dtype, device="cpu")
             self._read_bytes(bytes_of(scratch), first * self.dtype.itemsize)
             some.copy_(scratch)
             first += some.numel()
 
     def _read_bytes(self, memory: memoryview, begin: int) -> None:
+        for piece, low, high in self._overlaps(begin, begin + len(memory)):
+            self._opened.read(piece.file, piece.offset + low - piece.begin, memory[low - begin : high - begin])
+
+    def _overlaps(self, begin: int, end: int) -> Iterator[tuple[_Piece, int, int]]:
         for piece in self._pieces:
-            low, high = max(piece.begin, begin), min(piece.end, begin + len(memory))
+            low, high = max(piece.begin, begin), min(piece.end, end)
             if low < high:
-                self._opened.read(piece.file, piece.offset + low - piece.begin, memory[low - begin : high - begin])
+                yield piece, low, high
 
     def _fits(self, like: object) -> TypeGuard[torch.Tensor]:
         return (
@@ -78,29 +143,70 @@ class StoredTensor:
         )
 
 
-class StoredTensors:
-    """The tensors of one file, by name."""
+class StoredArray(NamedTuple):
+    """An array or a scalar of numpy that is still in a file."""
 
-    def __init__(self, opened: OpenSnapshot, file: str) -> None:
-        """Raises ValueError if the file is not in the safetensors format, and KeyError if it does not exist."""
+    tree: dict[str, Any]
+    stored: StoredTensor
+
+    def load(self) -> Any:
+        return decode_tensor({MARK: self.tree[MARK]}, self.stored.load())
+
+
+class _Described(NamedTuple):
+    """A tensor as the headers of the files that have parts of it describe it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: Order
+    pieces: list[_Piece]
+
+
+class StoredTensors:
+    """The tensors of the files of one kind, by name."""
+
+    def __init__(self, opened: OpenSnapshot, files: Sequence[str]) -> None:
+        """Raises ValueError if a file is not in the safetensors format, or files do not fit together."""
         self._opened = opened
-        self._file = file
-        self._start, self._entries = opened.entries(file)
+        self._found: dict[str, _Described] = {}
         self._made: dict[str, StoredTensor] = {}
+        for file in files:
+            start, metadata, entries = opened.header(file)
+            parts: Mapping[str, Any] = json.loads(str(metadata.get(PARTS, "{}")))
+            for entry in entries.values():
+                name, first, shape, order = parts.get(entry.name, (entry.name, 0, entry.shape, range(len(entry.shape))))
+                described = _Described(entry.dtype, tuple(shape), tuple(order), [])
+                known = self._found.setdefault(name, described)
+                if known[:3] != described[:3]:
+                    raise ValueError(f"{name!r} is described in two ways by its parts")
+                begin = first * entry.dtype.itemsize
+                end = begin + entry.end - entry.begin
+                known.pieces.append(_Piece(begin, end, file, start + entry.begin))
 
     def leaf(self, tree: dict[str, Any]) -> Any:
-        """What stands for a leaf of a tree of values: equal names get the same tensor. Arrays are read at once."""
+        """What stands for a leaf of a tree of values: equal names get the same tensor."""
         name = tree["name"]
         if name not in self._made:
-            entry = self._entries.get(name)
-            if entry is None:
+            found = self._found.get(name)
+            if found is None and "part_of" not in tree:
                 raise ValueError(f"there is no tensor {name!r}")
-            dtype = dtype_of(tree["dtype"]) if "dtype" in tree else entry.dtype
-            shape = tuple(tree["shape"]) if "dtype" in tree else entry.shape
-            piece = _Piece(0, entry.end - entry.begin, self._file, self._start + entry.begin)
-            self._made[name] = StoredTensor(self._opened, name, dtype, shape, [piece])
-        found = self._made[name]
-        return found if tree[MARK] == "tensor" else decode_tensor({MARK: tree[MARK]}, found.load())
+            if found is None or "dtype" in tree:  # all of it is in the files of other hosts, or it is kept as bytes
+                dtype, shape = dtype_of(tree.get("dtype") or tree["part_of"]), tuple(tree["shape"])
+                found = _Described(dtype, shape, tuple(range(len(shape))), found.pieces if found else [])
+            self._made[name] = StoredTensor(self._opened, name, *found)
+        stored = self._made[name]
+        return stored if tree[MARK] == "tensor" else StoredArray(tree, stored)
+
+
+def stored_in(value: Any) -> Iterator[StoredTensor]:
+    """All tensors in a value that are still in files."""
+    if isinstance(value, StoredTensor):
+        yield value
+    elif isinstance(value, StoredArray):
+        yield value.stored
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from stored_in(item)
 
 
 def fill(value: Any, like: Any = None) -> Any:
@@ -108,6 +214,8 @@ def fill(value: Any, like: Any = None) -> Any:
     new ones on the CPU."""
     if isinstance(value, StoredTensor):
         return value.load(like)
+    if isinstance(value, StoredArray):
+        return value.load()
     if type(value) in (dict, OrderedDict):
         known = like if isinstance(like, dict) else {}
         return type(value)((key, fill(item, known.get(key))) for key, item in value.items())

@@ -5,7 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +14,20 @@ from torch import nn
 
 from paceline.bare import bare
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.errors import NotSaved
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.errors import CheckpointError, NotSaved
+from paceline.checkpoint.joint import JointWrite
+from paceline.checkpoint.manifest import Manifest, file_name
 from paceline.checkpoint.snapshots import Snapshot, held, name_of, temporary
 from paceline.checkpoint.state import HostCopy
 from paceline.errors import UsageError
-from paceline.stored.directory import fsync_directory, fsync_open_directory, make_directory, replace_file, write_file
+from paceline.stored.directory import (
+    FileRecord,
+    fsync_directory,
+    fsync_open_directory,
+    make_directory,
+    replace_file,
+    write_file,
+)
 from paceline.stored.json_tree import NATIVE
 
 NICENESS = 10
@@ -28,24 +36,37 @@ Parts = Sequence[bytes | memoryview]
 
 
 def write_snapshot(
-    directory: Path, manifest: Manifest, files: Mapping[str, Parts], *, check: Callable[[], None] | None = None
+    directory: Path,
+    manifest: Manifest,
+    files: Mapping[str, Parts],
+    *,
+    check: Callable[[], None] | None = None,
+    joint: JointWrite | None = None,
 ) -> Snapshot:
     """Write `files` and their manifest to a directory of their own, and give it its name when all is on disk.
 
     Raises OSError when that fails; then nothing of it is left. `check` is called when all is written, and may still
-    refuse it by raising.
+    refuse it by raising. `joint` are the other ranks that write to it, which are waited for.
     """
     make_directory(directory)
     name = name_of(directory, manifest.step)
-    home = temporary(directory, name, "new")
-    home.mkdir()
+    home = temporary(directory, name, "new") if joint is None else joint.home
+    if joint is None:
+        home.mkdir()
     try:
-        with held(home) as descriptor:
-            complete = replace(manifest, files={name: write_file(home / name, parts) for name, parts in files.items()})
-            write_file(home / manifests.FILE, [manifests.to_bytes(complete)])
+        with held(home) if joint is None else closing(joint) as holder:
+            descriptor = holder if isinstance(holder, int) else holder.descriptor
+            try:
+                records = _write_files(home, files, check)
+            finally:  # also where this rank has failed: what others write to is not removed under their hands
+                others, problem = ({}, "") if joint is None else joint.collect()
+            if problem:
+                raise CheckpointError(problem)
+            if joint is not None:
+                joint.remove_records()
+            complete = replace(manifest, files=records | others)
+            write_file(home / file_name(manifests.FILE, manifest.ranks[0]), [manifests.to_bytes(complete)])
             fsync_open_directory(descriptor)
-            if check is not None:
-                check()
             home.rename(directory / name)
     except BaseException:
         with suppress(OSError):  # the first error is the one to report; the next save removes what is left
@@ -53,6 +74,23 @@ def write_snapshot(
         raise
     fsync_directory(directory)
     return Snapshot(directory / name, complete)
+
+
+def write_part(files: Mapping[str, Parts], check: Callable[[], None], joint: JointWrite) -> None:
+    """Write this rank's files of a snapshot that another rank completes, which learns how that went."""
+    with closing(joint):
+        try:
+            joint.leave(_write_files(joint.home, files, check), "")
+        except Exception as error:
+            joint.leave({}, f"{type(error).__name__}: {error}")
+            raise
+
+
+def _write_files(home: Path, files: Mapping[str, Parts], check: Callable[[], None] | None) -> dict[str, FileRecord]:
+    records = {name: write_file(home / name, parts) for name, parts in files.items()}
+    if check is not None:
+        check()
+    return records
 
 
 def export_weights(model: nn.Module, path: str | Path) -> Path:
@@ -80,13 +118,19 @@ def export_weights(model: nn.Module, path: str | Path) -> Path:
 
 
 class BackgroundWrite:
-    """Runs `work`, which writes a snapshot, and then `tidy`, which removes older ones; in a thread if `asynchronous`.
+    """Runs `work`, which writes a snapshot or a part of one, and then, on the rank that has completed it, `tidy`, which
+    removes older ones; in a thread if `asynchronous`.
 
     A process that ends in the ordinary way waits for it.
     """
 
     def __init__(
-        self, step: int, work: Callable[[], Snapshot], tidy: Callable[[], list[Path]], *, asynchronous: bool
+        self,
+        step: int,
+        work: Callable[[], Snapshot | None],
+        tidy: Callable[[Snapshot], list[Path]],
+        *,
+        asynchronous: bool,
     ) -> None:
         self.step = step
         self.error: BaseException | None = None
@@ -126,7 +170,7 @@ class BackgroundWrite:
             self.error = error
         else:
             try:
-                self.removed = self._tidy()
+                self.removed = [] if self.snapshot is None else self._tidy(self.snapshot)
             except OSError as error:
                 self.untidy = error
         self.seconds = time.perf_counter() - started

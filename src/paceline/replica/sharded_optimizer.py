@@ -19,6 +19,7 @@ from paceline.reducer.shard import Shard, flat_as
 from paceline.replica.assembly import metas_of
 from paceline.replica.closures import with_closure
 from paceline.replica.owned import OwnedBlocks
+from paceline.stored.tensor_part import TensorPart
 
 MASTER = "master"  # the key under which the state of a parameter has its wide copy
 
@@ -234,6 +235,15 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of whole parameters, as the optimizer has it without shards. A collective: all ranks call it."""
+        packed, shards = self.state_in_shards(), self._shards()
+        for index, values in packed["state"].items():
+            for key, value in values.items():
+                if isinstance(value, TensorPart):
+                    values[key] = self._owned.whole(cast(Shard, shards[index][1]), value.values)
+        return packed
+
+    def state_in_shards(self) -> dict[str, Any]:
+        """As `state_dict()`, with this rank's part of what is in shards. All ranks call it."""
         packed = super().state_dict()
         shards = [shard for _, shard in self._shards()]
         state: dict[int, dict[str, Any]] = {index: dict(packed["state"].get(index, {})) for index in range(len(shards))}
@@ -247,9 +257,9 @@ class ShardedOptimizer(Optimizer):
             tensors = {key: value for key, value in state[index].items() if isinstance(value, torch.Tensor)}
             for key, value in tensors.items():
                 # On every rank the same ones: a block of one element looks like what belongs to the whole parameter.
-                gathers = key in self._per_element if self._owned.cut else value.shape == shard.value.shape
-                if key == MASTER or gathers:
-                    state[index][key] = self._owned.whole(shard, value)
+                in_shards = key in self._per_element if self._owned.cut else value.shape == shard.value.shape
+                if key == MASTER or in_shards:
+                    state[index][key] = TensorPart(value, shard.span[0], shard.form)
         return {**packed, "state": {index: values for index, values in state.items() if values}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -265,17 +275,21 @@ class ShardedOptimizer(Optimizer):
             for index, shard in enumerate(shards):
                 if shard is not None and shard.has_master:
                     master = state_dict["state"].get(index, {}).get(MASTER)
-                    shard.value.copy_(shard.block if master is None else shard.cut(master))
+                    shard.value.copy_(shard.block if master is None else self._part(shard, MASTER, master))
 
     def _part(self, shard: Shard, key: str, value: Any) -> Any:
         """This rank's part of a state of a whole parameter, or what it has besides, such as a count of steps."""
+        if isinstance(value, TensorPart):
+            return value.values
         if not isinstance(value, torch.Tensor) or value.shape != shard.form.shape:
             return value
         return shard.cut(value) if value.ndim or key in self._per_element else value
 
     def _check_fits(self, shard: Shard, values: Mapping[str, Any]) -> None:
         """Raise, before anything is loaded, if this is the state of another model or of another kind of optimizer."""
-        shapes = {key: list(value.shape) for key, value in values.items() if isinstance(value, torch.Tensor)}
+        shapes = {
+            key: list(value.shape) for key, value in values.items() if isinstance(value, torch.Tensor | TensorPart)
+        }
         if strange := [key for key, shape in shapes.items() if shape and shape != list(shard.form.shape)]:
             raise UsageError(
                 f"the state to load has {strange[0]} of shape {shapes[strange[0]]} for {shard.name}, which has shape "

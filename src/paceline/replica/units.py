@@ -204,6 +204,7 @@ class Units:
         self._last: list[Unit] = []  # in the order in which the last forward ran them
         self._running: list[Unit] = []  # the same of the forward that runs
         self._open = 0  # how many have asked for the whole
+        self._left_in_shards = False  # by state_dict() and load_state_dict() of the module
         self._failed = False
         self._hooks: list[RemovableHandle] = []
         for owner, unit in [*zip(modules, units[:-1], strict=True), (module, self._root)]:
@@ -302,12 +303,26 @@ class Units:
         finally:
             self._close_whole()
 
+    @contextmanager
+    def in_shards(self) -> Iterator[None]:
+        """Inside, the module's state_dict() and load_state_dict() leave alone what is in shards."""
+        self.keep_changes()
+        self._left_in_shards = True
+        try:
+            yield
+        finally:
+            self._left_in_shards = False
+
     def _open_whole(self, *_: Any) -> None:
+        if self._left_in_shards:
+            return
         for unit in self._units:
             unit.gather(self._group)
         self._open += 1
 
     def _close_whole(self, *_: Any) -> None:
+        if self._left_in_shards:
+            return
         self.keep_changes()
         self._open -= 1
         for unit in self._units:
@@ -322,6 +337,8 @@ class Units:
 
     def _after_state(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """The memory of parameters is about to be freed: what was read from them becomes a copy."""
+        if self._left_in_shards:
+            return
         for key, value in state.items():
             if key.startswith(prefix) and isinstance(value, torch.Tensor):
                 state[key] = value.clone()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.stored.tensor_part import TensorPart
 from paceline.stored.value_tree import MARK, TreeEncoder, decode_tree, dtype_name, dtype_of, tensor_identity
 
 RESERVED = "__metadata__"  # a name that safetensors keeps for itself
@@ -33,15 +34,19 @@ NATIVE = {
 
 
 class Encoder(TreeEncoder):
-    """Turns values into trees. The tensors that they hold are collected in `tensors`, by name and not copied."""
+    """Turns values into trees. The tensors that they hold are collected in `tensors`, by name and not copied, and those
+    of which this rank holds a part in `parts`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, TensorPart] = {}
         self._names: dict[tuple[object, ...], str] = {}
-        self._seen: list[torch.Tensor] = []  # kept alive, so that no other tensor gets the memory of one of them
+        self._seen: list[object] = []  # kept alive, so that no other tensor gets the memory of one of them
 
     def leaf(self, value: Any, path: tuple[str, ...]) -> dict[str, Any] | None:
+        if isinstance(value, TensorPart):
+            return {MARK: "tensor", **self._part(value, path)}
         if isinstance(value, torch.Tensor):
             return {MARK: "tensor", **self._tensor(value, path)}
         numpy: Any = sys.modules.get("numpy")
@@ -70,13 +75,31 @@ class Encoder(TreeEncoder):
             return {"name": name}
         return {"name": name, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
 
+    def _part(self, value: TensorPart, path: tuple[str, ...]) -> dict[str, Any]:
+        identity = ("part", id(value.values))  # an empty part of tied weights has no address of its own
+        name = self._names.get(identity)
+        if name is None:
+            if value.dtype not in NATIVE and not value.form.is_contiguous():
+                raise self.refuse(path, f"a part of a {value.dtype} tensor with strides {value.form.stride()}")
+            name = self._names[identity] = self._fresh(path)
+            self._seen.append(value)
+            self.parts[name] = value if value.dtype in NATIVE else _part_as_bytes(value)
+        described = {"name": name, "shape": list(value.shape), "part_of": dtype_name(value.dtype)}
+        return described if value.dtype in NATIVE else {**described, "dtype": described["part_of"]}
+
     def _fresh(self, path: tuple[str, ...]) -> str:
         name = plain = "/".join(path)
         number = 1
-        while name in self.tensors or name in ("", RESERVED):
+        while name in self.tensors or name in self.parts or name in ("", RESERVED):
             number += 1
             name = f"{plain}#{number}"
         return name
+
+
+def _part_as_bytes(part: TensorPart) -> TensorPart:
+    size = part.dtype.itemsize
+    form = torch.empty(part.form.numel() * size, dtype=torch.uint8, device="meta")
+    return TensorPart(part.values.view(torch.uint8), part.begin * size, form)
 
 
 def decode(tree: Any, tensor: Callable[[str], torch.Tensor]) -> Any:

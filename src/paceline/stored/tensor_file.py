@@ -15,6 +15,7 @@ import torch
 
 from paceline.stored.json_tree import NATIVE, RESERVED
 
+PARTS = "parts"  # in a header's metadata: which tensors of the file are parts of others, as JSON
 _DTYPES = {word: dtype for dtype, word in NATIVE.items()}
 
 

@@ -1,0 +1,125 @@
+"""Several ranks write one snapshot to the directory that they share, and the lowest of them completes it.
+
+Everything goes through files, because a thread writes them and the process may be about to end: no collective, and no
+store of another process. Each rank has a record in the temporary directory, and a lock on it for as long as it lives
+and has not finished. In the record it says in the end what it has written, or why it could not.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from paceline.checkpoint.errors import CheckpointError
+from paceline.stored.directory import FileRecord, make_directory
+
+STALLED_S = 600.0  # a rank that has written nothing for so long is given up, where locks do not tell whether it lives
+LONGEST_PAUSE_S = 0.05
+
+
+class JointWrite:
+    """One rank's part in a write of the ranks `team`, in ascending order, to the temporary directory `home`."""
+
+    def __init__(self, home: Path, team: Sequence[int], rank: int) -> None:
+        self.home = home
+        self.leads = rank == team[0]
+        self.descriptor = -1  # of the directory
+        self._rank = rank
+        self._others = [other for other in team if other != rank]
+        self._record = -1  # its descriptor
+
+    def enter(self) -> None:
+        """Say that this rank is about to write. All ranks of the team do so before any of them is waited for."""
+        make_directory(self.home.parent)
+        self.home.mkdir(exist_ok=True)
+        self.descriptor = os.open(self.home, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # in use: not abandoned
+        except OSError as error:
+            _check_only_unsupported(error)
+        self._record = os.open(self._path_of(self._rank), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        _lock(self._record)
+
+    def leave(self, files: dict[str, FileRecord], problem: str) -> None:
+        """Say what this rank has written, or why it could not."""
+        text = json.dumps({"files": {name: asdict(one) for name, one in files.items()}, "problem": problem})
+        try:
+            os.pwrite(self._record, f"{text}\n".encode(), 0)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the directory, in whatever way this ends."""
+        for descriptor in (self._record, self.descriptor):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._record = self.descriptor = -1
+
+    def collect(self) -> tuple[dict[str, FileRecord], str]:
+        """What the others have written, and the first thing that went wrong. Returns when none of them writes."""
+        files: dict[str, FileRecord] = {}
+        problems = []
+        for rank in self._others:
+            text = self._wait_for(rank)
+            told = json.loads(text) if text else {"files": {}, "problem": "it ended while it wrote"}
+            for name, one in told["files"].items():
+                files[name] = FileRecord(one["size"], one["chunk"], tuple(one["sha256"]))
+            if told["problem"]:
+                problems.append(f"rank {rank} could not write its part: {told['problem']}")
+        return files, "; ".join(problems)
+
+    def remove_records(self) -> None:
+        """Leave nothing in the directory but files of the snapshot."""
+        for rank in (self._rank, *self._others):
+            self._path_of(rank).unlink()
+
+    def _path_of(self, rank: int) -> Path:
+        return self.home / f".rank-{rank:05d}"
+
+    def _wait_for(self, rank: int) -> str:
+        """The record of a rank, or nothing if it has ended without one."""
+        record, pause, size = self._path_of(rank), 0.001, -1
+        deadline = time.monotonic() + STALLED_S
+        while True:
+            # Opened each time: other machines see what was written when a file is opened.
+            descriptor = os.open(record, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                alive = not _lock(descriptor)
+                text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
+            finally:
+                os.close(descriptor)
+            if text.endswith("\n"):
+                return text
+            if not alive:
+                return ""
+            if (grown := _size_of(self.home)) != size:
+                size, deadline = grown, time.monotonic() + STALLED_S
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"rank {rank} has written nothing for {STALLED_S:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file for this process, which a process that it forks does not inherit. Where files cannot be locked, as if
+    another process had the lock."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            _check_only_unsupported(error)
+        return False
+    return True
+
+
+def _check_only_unsupported(error: OSError) -> None:
+    if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+        raise error
+
+
+def _size_of(directory: Path) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(directory))

@@ -1,0 +1,114 @@
+"""One save on one rank: its share of the state is copied, compared with that of the others, and written by a thread."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.checkpoint import snapshots
+from paceline.checkpoint.compare import check_copy, compare
+from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.joint import JointWrite
+from paceline.checkpoint.manifest import Manifest, file_name
+from paceline.checkpoint.ranks import OptionalGroup, gather
+from paceline.checkpoint.sharing import Deal
+from paceline.checkpoint.snapshots import Snapshot
+from paceline.checkpoint.state import TREE, HostCopy
+from paceline.checkpoint.writer import Parts, write_part, write_snapshot
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What all ranks have agreed on, and what this one writes."""
+
+    directory: Path
+    manifest: Manifest
+    deal: Deal
+    tree: bytes
+    rank: int
+
+    @property
+    def team(self) -> tuple[int, ...]:
+        """The ranks that write to the directory of this one. Empty: it writes nothing."""
+        return next((team for team in self.deal.teams if self.rank in team), ())
+
+    @property
+    def home(self) -> Path:
+        """The temporary directory, by a name that all ranks know."""
+        return self.directory / f".step-{self.manifest.step:08d}.new-{self.manifest.id:016x}"
+
+
+class Save:
+    """A save that is under way: made while training waits, and written beside it."""
+
+    def __init__(self, plan: SavePlan, copies: Mapping[str, HostCopy], group: OptionalGroup) -> None:
+        """Copy this rank's share and compare the state. All ranks do so together."""
+        # Without the tensors themselves: whoever keeps this would keep them alive.
+        self._plan = replace(plan, deal=plan.deal._replace(shares={}, compared=[], entries=[]))
+        self._files = [
+            name for name, share in plan.deal.shares.items() if share.tensors or plan.manifest.world_size == 1
+        ]
+        self._expected: list[tuple[str, str, str, int]] = []  # by file and entry: of which tensor, with which digest
+        self._copies = copies
+        self._group = group
+        self._joint = JointWrite(plan.home, plan.team, plan.rank) if len(plan.team) > 1 else None
+        self._failed: Exception | None = None
+        try:
+            if self._joint is not None:
+                self._joint.enter()
+            for file, share in plan.deal.shares.items():
+                copies[file].take(share.tensors, share.metadata)
+        except (RuntimeError, MemoryError, OSError) as error:  # reported as a write that failed
+            self._failed = error
+        try:
+            if plan.deal.compared:
+                self._expect(plan.deal, compare(plan.manifest.step, plan.deal.compared, group))
+            if any(len(team) > 1 for team in plan.deal.teams):
+                self._failed = self._failure_of_team()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def write(self) -> Snapshot | None:
+        """Write this rank's share, with the help of no other rank but by files. Returns the snapshot if it is this rank
+        that completes it."""
+        plan, joint = self._plan, self._joint
+        if self._failed is not None:
+            self._give_up()
+            raise self._failed
+        files: dict[str, Parts] = {file_name(name, plan.rank): self._copies[name].parts() for name in self._files}
+        if joint is not None and not joint.leads:
+            write_part(files, self._check, joint)
+            return None
+        files[file_name(TREE, plan.rank)] = [plan.tree]
+        with suppress(OSError):  # first of all, because it may make room; tidying tries again, and reports
+            snapshots.remove_abandoned(plan.directory)
+        manifest = replace(plan.manifest, ranks=plan.team)
+        return write_snapshot(plan.directory, manifest, files, check=self._check, joint=joint)
+
+    def _expect(self, deal: Deal, digests: Sequence[int | None]) -> None:
+        for digest, entry, piece in zip(digests, deal.entries, deal.compared, strict=True):
+            if entry is not None and digest is not None:
+                self._expected.append((*entry, piece.name, digest))
+
+    def _check(self) -> None:
+        """Raise CheckpointError if what was written is not what ranks have compared."""
+        for file, entry, name, digest in self._expected:
+            check_copy(name, self._copies[file].taken()[entry], digest)
+
+    def _failure_of_team(self) -> Exception | None:
+        """What keeps this rank's team from writing: then none of it begins."""
+        own = self._failed
+        told = gather(own and f"{type(own).__name__}: {own}", self._group)
+        other = next((rank for rank in self._plan.team if told[rank]), None)
+        if own is not None or other is None:
+            return own
+        return CheckpointError(f"rank {other} cannot write: {told[other]}")
+
+    def _give_up(self) -> None:
+        if self._joint is not None:
+            self._joint.close()
+            if self._joint.leads:
+                with suppress(OSError):  # the first error is the one to report; the next save removes what is left
+                    shutil.rmtree(self._joint.home)
