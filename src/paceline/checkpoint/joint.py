@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.stored.directory import FileRecord, make_directory
@@ -65,7 +66,7 @@ class JointWrite:
         problems = []
         for rank in self._others:
             text = self._wait_for(rank)
-            told = json.loads(text) if text else {"files": {}, "problem": "it ended while it wrote"}
+            told: dict[str, Any] = json.loads(text or '{"files": {}, "problem": "it ended while it wrote"}')
             for name, one in told["files"].items():
                 files[name] = FileRecord(one["size"], one["chunk"], tuple(one["sha256"]))
             if told["problem"]:

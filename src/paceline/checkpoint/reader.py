@@ -325,7 +325,8 @@ def _filled(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[
     """The state of an optimizer, read into what it has, or into new tensors where its parameters are."""
     state: dict[Any, Any] = dict(saved["state"])
     for place, param, shard, values in _of_params(saved, optimizer):
-        known, found = optimizer.state.get(param, {}), {}
+        known: dict[str, Any] = optimizer.state.get(param, {})
+        found: dict[str, Any] = {}
         for name, value in values.items():
             if _is_cut(optimizer, shard, name, value):
                 if name != MASTER or shard.has_master:

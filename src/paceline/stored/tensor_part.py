@@ -33,7 +33,7 @@ def order_of(tensor: torch.Tensor) -> Order | None:
     natural = tuple(range(tensor.dim()))
     if tensor.is_contiguous():
         return natural
-    found = tuple(sorted(natural, key=lambda dim: (-tensor.stride(dim), dim)))
+    found = tuple(sorted(natural, key=lambda dim: (-tensor.stride()[dim], dim)))
     return found if tensor.permute(found).is_contiguous() else None
 
 
