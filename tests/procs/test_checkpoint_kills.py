@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +23,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint import Checkpointer, NotSaved, manifest, snapshots
+from paceline.checkpoint import Checkpointer, CheckpointError, NotSaved, manifest, snapshots
+from paceline.checkpoint.joint import JointWrite
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.open_snapshot import OpenSnapshot
-from paceline.checkpoint.writer import write_snapshot
+from paceline.checkpoint.writer import write_part, write_snapshot
 from paceline.stored.directory import LOCK
 
 OLDER, OLD, NEW = 5, 10, 20
@@ -358,3 +360,128 @@ def test_an_end_while_writing_leaves_a_whole_snapshot_or_none(
     assert nursery.run(task, str(directory)) == code
     assert newest(directory) == NEW or code < 0
     check_goes_on(directory)
+
+
+# Two ranks that write one snapshot together, by files alone.
+
+BOTH = (0, 1)
+
+
+def joint_of(directory: Path, rank: int) -> JointWrite:
+    home = directory / f".step-{NEW:08d}.new-{1:016x}"
+    joint = JointWrite(home, BOTH, rank)
+    joint.enter()
+    return joint
+
+
+def fields() -> Manifest:
+    return Manifest(NEW, 3, 1, 2, {}, {}, manifest.versions(), ranks=BOTH)
+
+
+def write_as_member(directory: str, stop: int) -> None:
+    joint = joint_of(Path(directory), 1)
+    (Path(directory).parent / "entered").touch()
+    kill_before_call(stop)
+    write_part({"state-00001.safetensors": [b"y" * 5000], "c": [b"z"]}, lambda: None, joint)
+
+
+def write_as_lead(directory: str, stop: int) -> None:
+    joint = joint_of(Path(directory), 0)
+    kill_before_call(stop)
+    write_snapshot(Path(directory), fields(), {"a": [b"x" * 5000]}, joint=joint)
+
+
+def wait_until_entered(directory: Path) -> None:
+    """As in a job, where all have entered before any of them is waited for."""
+    while not (entered := directory.parent / "entered").exists():
+        time.sleep(0.001)
+    entered.unlink()
+
+
+def kill_before_call(stop: int) -> None:
+    calls = 0
+
+    def kill_before(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if calls == stop:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls += 1
+        return call(*args, **kwargs)
+
+    for name in ("mkdir", "open", "pwrite", "fsync", "close", "unlink", "rename"):
+        setattr(os, name, partial(kill_before, getattr(os, name)))
+
+
+def test_a_rank_killed_at_any_stage_of_its_part_leaves_no_snapshot(nursery: Nursery, fresh: Callable[[], Path]) -> None:
+    killed = 0
+    for stop in range(50):
+        directory = fresh()
+        lead = joint_of(directory, 0)
+        nursery.fork(write_as_member, str(directory), stop)
+        wait_until_entered(directory)
+        problem = ""
+        try:
+            written = write_snapshot(directory, fields(), {"a": [b"x" * 5000]}, joint=lead)
+        except CheckpointError as error:
+            problem = str(error)
+        assert nursery.exit_code() in (0, -signal.SIGKILL)
+        found = snapshots.survey(directory)[0][0]
+        if problem:
+            killed += 1
+            assert problem == "rank 1 could not write its part: it ended while it wrote"
+            assert found.step == OLD and names(directory) == ["step-00000005", "step-00000010"]
+        else:
+            assert found == written and set(found.manifest.files) == {"a", "state-00001.safetensors", "c"}
+            assert sorted(path.name for path in found.path.iterdir()) == [
+                "a",
+                "c",
+                "manifest.json",
+                "state-00001.safetensors",
+            ]
+        if not problem and stop > killed + 3:
+            break
+    assert killed >= 3, "two files that are synced, and the record"
+
+
+def test_the_rank_that_completes_it_killed_at_any_stage(nursery: Nursery, fresh: Callable[[], Path]) -> None:
+    outcomes = []
+    for stop in range(50):
+        directory = fresh()
+        member = joint_of(directory, 1)
+        nursery.fork(write_as_lead, str(directory), stop)
+        write_part({"b": [b"y" * 5000]}, lambda: None, member)
+        code = nursery.exit_code()
+        whole, broken = snapshots.survey(directory)
+        assert not broken
+        for snapshot in whole:
+            opened = OpenSnapshot(snapshot)
+            opened.verify(opened.chunks())
+        assert {OLDER, OLD} <= {snapshot.step for snapshot in whole}
+        outcomes.append(whole[0].step)
+        snapshots.remove_abandoned(directory)
+        assert all(snapshots.NAME.match(name) for name in names(directory))
+        if code == 0:
+            break
+    assert code == 0 and outcomes == sorted(outcomes) and len(outcomes) > 8
+    assert {OLD, NEW} == set(outcomes)
+
+
+def fail_as_member(directory: str) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+    try:
+        write_as_member(directory, -1)
+    except OSError:
+        os._exit(3)
+
+
+def test_a_disk_that_fails_on_one_rank_is_told_by_the_one_that_completes(
+    nursery: Nursery, fresh: Callable[[], Path]
+) -> None:
+    directory = fresh()
+    lead = joint_of(directory, 0)
+    nursery.fork(fail_as_member, str(directory))
+    wait_until_entered(directory)
+    with pytest.raises(CheckpointError, match="rank 1 could not write its part: OSError: .*File too large"):
+        write_snapshot(directory, fields(), {"a": [b"x"]}, joint=lead)
+    assert nursery.exit_code() == 3
+    assert names(directory) == ["step-00000005", "step-00000010"]
