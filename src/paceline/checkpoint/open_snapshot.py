@@ -4,7 +4,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from paceline.checkpoint.errors import Damaged
 from paceline.checkpoint.snapshots import Snapshot, open_file
@@ -21,6 +21,9 @@ class OpenSnapshot:
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         self._descriptors: dict[str, int] = {}
+        self._threads = 1
+        self._pool: ThreadPoolExecutor | None = None
+        self._under_way: list[Future[None]] = []
         weakref.finalize(self, _close_all, self._descriptors)
         for name, record in snapshot.manifest.files.items():
             self._descriptors[name], size = open_file(snapshot.path / name)
@@ -37,7 +40,8 @@ class OpenSnapshot:
         yield from ((name, number) for number in range(begin // size, -(-end // size)))
 
     def verify(self, chunks: Sequence[Chunk], threads: int = 1) -> None:
-        """Compare the bytes of these chunks with the manifest."""
+        """Compare the bytes of these chunks with the manifest. As many threads may read later."""
+        self._threads = threads
         parts = [chunks[len(chunks) * part // threads : len(chunks) * (part + 1) // threads] for part in range(threads)]
         if threads == 1:
             self._verify(chunks)
@@ -70,6 +74,23 @@ class OpenSnapshot:
             if not count:
                 raise self._damaged(f"{name} ended after {offset} bytes")
             memory, offset = memory[count:], offset + count
+
+    def read_soon(self, name: str, offset: int, memory: memoryview) -> None:
+        """As `read`; what is large is there only when `finish` has returned, so that several threads can read."""
+        if self._threads == 1 or len(memory) < PIECE:
+            self.read(name, offset, memory)
+            return
+        self._pool = self._pool or ThreadPoolExecutor(self._threads)
+        self._under_way.append(self._pool.submit(self.read, name, offset, memory))
+
+    def finish(self) -> None:
+        """Wait for all that was to be read."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+        under_way, self._under_way = self._under_way, []
+        for one in under_way:
+            one.result()
 
     def content(self, name: str) -> bytes:
         """All bytes of a file. Raises KeyError if there is none of this name."""

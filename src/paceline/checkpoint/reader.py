@@ -153,6 +153,7 @@ class Restored:
 
     def __init__(self, opened: OpenSnapshot, rank: int, size: int) -> None:
         self.snapshot = opened.snapshot
+        self._opened = opened
         self._rank = rank
         self._size = size
         files = sorted(opened.snapshot.manifest.files)
@@ -229,25 +230,31 @@ class Restored:
         for name, value in targets.more.items():
             state = self.more[name]
             if name in self._per_rank:
-                state = unpack(fill(state[self._rank]))
+                state = unpack(self._read(fill(state[self._rank])))
             if isinstance(value, torch.optim.Optimizer):
-                value.load_state_dict(_filled(self.more.pop(name), value))
+                value.load_state_dict(self._read(_filled(self.more.pop(name), value)))
                 continue
             module = bare(value) if isinstance(value, nn.Module) else None
-            (module or value).load_state_dict(fill(state, module and module.state_dict()))
+            (module or value).load_state_dict(self._read(fill(state, module and module.state_dict())))
         if targets.model is not None:
             self._put_model(targets.model, targets.state)
         if targets.optimizer is not None:
-            targets.optimizer.load_state_dict(_filled(self.optimizer, targets.optimizer))
-        self.more = fill(self.more)
+            targets.optimizer.load_state_dict(self._read(_filled(self.optimizer, targets.optimizer)))
+        self.more = self._read(fill(self.more))
         for name in self._per_rank:
             self.more[name] = [unpack(blob) for blob in self.more[name]]
+
+    def _read(self, filled: Any) -> Any:
+        """The same value, when all of it has been read."""
+        self._opened.finish()
+        return filled
 
     def _put_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         parts = {name: part for name, part in state.items() if isinstance(part, TensorPart)}
         for name, part in parts.items():
             self.model[name].read_part(part.values, part.begin, part.form)
-        weights = OrderedDict(fill({name: value for name, value in self.model.items() if name not in parts}, state))
+        rest = {name: value for name, value in self.model.items() if name not in parts}
+        weights = OrderedDict(self._read(fill(rest, state)))
         if self._metadata is not None:
             weights._metadata = self._metadata  # type: ignore[attr-defined]
         owned = sharded_parameters(model) if parts else None

@@ -27,7 +27,8 @@ class _Piece(NamedTuple):
 
 
 class StoredTensor:
-    """A tensor in the files of a snapshot. It is read once, into memory that is there, or that is made for it."""
+    """A tensor in the files of a snapshot. It is read once, into memory that is there, or that is made for it. What
+    these functions read may come in only when the OpenSnapshot has finished."""
 
     def __init__(
         self,
@@ -83,6 +84,10 @@ class StoredTensor:
             self._taken = target
         return self._taken
 
+    def finish(self) -> None:
+        """Wait for all that was to be read of this snapshot."""
+        self._opened.finish()
+
     def read(self, target: torch.Tensor) -> None:
         """Fill `target`, a tensor of this shape."""
         target = target.detach()
@@ -94,11 +99,13 @@ class StoredTensor:
             for some in target.split(rows):
                 scratch = torch.empty(some.shape, dtype=self.dtype, device="cpu")
                 self._read_flat(scratch.view(-1), first)
+                self.finish()
                 some.copy_(scratch)
                 first += some.numel()
         else:
             flat = torch.empty(target.numel(), dtype=self.dtype, device="cpu")
             self._read_flat(flat, 0)
+            self.finish()
             target.copy_(in_order(flat, self.shape, self._order))
 
     def read_part(self, target: torch.Tensor, begin: int, form: torch.Tensor) -> None:
@@ -108,6 +115,7 @@ class StoredTensor:
             return
         whole = torch.empty_strided(form.shape, form.stride(), dtype=self.dtype, device="cpu")
         self.read(whole)
+        self.finish()
         target.detach().copy_(flat_of(whole)[begin : begin + target.numel()])
 
     def span_of(self, form: torch.Tensor, span: tuple[int, int]) -> tuple[int, int]:
@@ -116,17 +124,17 @@ class StoredTensor:
 
     def _read_flat(self, target: torch.Tensor, first: int) -> None:
         if target.device.type == "cpu" and target.dtype is self.dtype:
-            self._read_bytes(bytes_of(target), first * self.dtype.itemsize)
+            begin, memory = first * self.dtype.itemsize, bytes_of(target)
+            for piece, low, high in self._overlaps(begin, begin + len(memory)):
+                offset = piece.offset + low - piece.begin
+                self._opened.read_soon(piece.file, offset, memory[low - begin : high - begin])
             return
         for some in target.split(SCRATCH_BYTES // self.dtype.itemsize):
             scratch = torch.empty(some.shape, dtype=self.dtype, device="cpu")
-            self._read_bytes(bytes_of(scratch), first * self.dtype.itemsize)
+            self._read_flat(scratch, first)
+            self.finish()
             some.copy_(scratch)
             first += some.numel()
-
-    def _read_bytes(self, memory: memoryview, begin: int) -> None:
-        for piece, low, high in self._overlaps(begin, begin + len(memory)):
-            self._opened.read(piece.file, piece.offset + low - piece.begin, memory[low - begin : high - begin])
 
     def _overlaps(self, begin: int, end: int) -> Iterator[tuple[_Piece, int, int]]:
         for piece in self._pieces:
@@ -146,11 +154,13 @@ class StoredTensor:
 class StoredArray(NamedTuple):
     """An array or a scalar of numpy that is still in a file."""
 
-    tree: dict[str, Any]
+    kind: str
     stored: StoredTensor
 
     def load(self) -> Any:
-        return decode_tensor({MARK: self.tree[MARK]}, self.stored.load())
+        value = self.stored.load()
+        self.stored.finish()
+        return decode_tensor({MARK: self.kind}, value)
 
 
 class _Described(NamedTuple):
@@ -195,7 +205,7 @@ class StoredTensors:
                 found = _Described(dtype, shape, tuple(range(len(shape))), found.pieces if found else [])
             self._made[name] = StoredTensor(self._opened, name, *found)
         stored = self._made[name]
-        return stored if tree[MARK] == "tensor" else StoredArray(tree, stored)
+        return stored if tree[MARK] == "tensor" else StoredArray(tree[MARK], stored)
 
 
 def stored_in(value: Any) -> Iterator[StoredTensor]:

@@ -1,0 +1,167 @@
+"""What a checkpoint costs: loading beside torch.load of the same bytes, memory above what a rank holds, and how long a
+save blocks training.
+
+python benchmarks/checkpoint_cost.py --mib 512
+paceline run -n 2 benchmarks/checkpoint_cost.py --mib 512 --placement zero1
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+from paceline.checkpoint import Checkpointer
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured: a model with Adam's state, so many MiB in all."""
+
+    mib: int
+    placement: str
+    rounds: int
+    compare: bool
+
+
+def private_bytes() -> int:
+    """The memory of this process that it shares with nobody, and with no file."""
+    rows = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
+    sizes = {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
+    return sizes["Private_Dirty"] + sizes["Private_Clean"]
+
+
+def peak_above(call: Callable[[], object]) -> float:
+    """How much private memory a call needs for a time, in MiB."""
+    before = private_bytes()
+    peak, done = before, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, private_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        call()
+    finally:
+        done.set()
+        watcher.join()
+    return (peak - before) / MIB
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes when all ranks make it at the same time: the slowest of them."""
+    paceline.barrier()
+    started = time.perf_counter()
+    call()
+    own = torch.tensor([time.perf_counter() - started])
+    return float(paceline.all_reduce(own, "max"))
+
+
+class Run:
+    """A model and its optimizer, with state, and the directories of this measurement."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        width = 1024
+        count = max(1, settings.mib * MIB // (12 * width * width))
+        self.net = nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
+        model = paceline.DistributedDataParallel(self.net, placement=settings.placement)
+        optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
+        model(torch.randn(4, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.objects = {"model": model, "optimizer": optimizer}
+        self.checkpointer = Checkpointer(folder / "ours", compare=settings.compare)
+        self.file = folder / f"torch-{dist.get_rank() if dist.is_initialized() else 0}.pt"
+
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that this rank has of the state."""
+        states = self.objects["optimizer"].state.values()
+        params = [param for group in self.objects["optimizer"].param_groups for param in group["params"]]
+        return [*params, *(value for state in states for value in state.values())]
+
+    def save(self, step: int) -> float:
+        """How long a save blocks, in seconds, all of its writing done afterwards."""
+        paceline.barrier()
+        blocked = torch.tensor([self.checkpointer.save(step, **self.objects).blocked_s])
+        self.checkpointer.wait()
+        return float(paceline.all_reduce(blocked, "max"))
+
+    def load(self) -> None:
+        self.checkpointer.load(**self.objects)
+
+    def save_for_torch(self) -> int:
+        """The same bytes in one file of torch's."""
+        model, optimizer = (self.objects[name].state_dict() for name in ("model", "optimizer"))
+        torch.save({"model": model, "optimizer": optimizer}, self.file)
+        return self.file.stat().st_size
+
+
+def measure(settings: Settings, folder: Path) -> list[str]:
+    """The rows of the report."""
+    run = Run(settings, folder)
+    size = run.save_for_torch()
+    run.save(1)
+    copies = [torch.empty_like(one) for one in run.held()]
+
+    def copy_out() -> None:
+        for copy, one in zip(copies, run.held(), strict=True):
+            copy.copy_(one.detach())
+
+    copy_out()
+    ours, theirs, blocked, copied = [], [], [], []
+    for number in range(settings.rounds):
+        ours.append(seconds(run.load))
+        theirs.append(seconds(lambda: torch.load(run.file)))
+        blocked.append(run.save(2 + number))
+        copied.append(seconds(copy_out))
+    del copies
+    above = torch.tensor([peak_above(run.load)])
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    ratio = median(one / other for one, other in zip(ours, theirs, strict=True))
+    return [
+        f"{settings.placement} on {world} ranks, {size / MIB:.0f} MiB, {settings.rounds} rounds, load {os.getloadavg()[0]:.1f}",
+        f"load {median(ours) * 1e3:.0f} ms, torch.load {median(theirs) * 1e3:.0f} ms: {ratio:.2f} ×",
+        f"peak private memory above what a rank holds: {float(paceline.all_reduce(above, 'max')):.0f} MiB",
+        f"a save blocks {median(blocked) * 1e3:.1f} ms, a copy of what a rank holds takes {median(copied) * 1e3:.1f} ms",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=512, help="bytes of parameters and Adam's state")
+    parser.add_argument("--placement", default="ddp")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True)
+    arguments = parser.parse_args()
+    world = paceline.init()
+    folder = [tempfile.mkdtemp(dir=".")] if world.rank == 0 else [""]
+    if world.size > 1:
+        dist.broadcast_object_list(folder)
+    try:
+        rows = measure(Settings(**vars(arguments)), Path(folder[0]))
+    finally:
+        paceline.barrier()
+        if world.rank == 0:
+            shutil.rmtree(folder[0])
+    if world.rank == 0:
+        print("\n".join(rows))
+    paceline.shutdown()
+
+
+if __name__ == "__main__":
+    main()
