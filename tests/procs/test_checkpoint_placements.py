@@ -18,10 +18,14 @@ def net() -> nn.Module:
 
 
 def move(rank: int, size: int, source: str, target: str, placement: str, steps: int) -> tuple[str, str]:
-    """Load under a placement, train on, and save. Returns the digests after loading and before saving."""
+    """Load under a placement, train on, and save. Returns the digests after loading and before saving.
+
+    A source may also be one plain file of weights."""
     model = paceline.DistributedDataParallel(net(), placement=placement, timeout=20)
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-2)
-    if source:
+    if source.endswith(".safetensors"):
+        model.module.load_state_dict(safetensors.torch.load_file(source))
+    elif source:
         Checkpointer(source).load(model=model, optimizer=optimizer)
     loaded = digest(model, optimizer, 0)
     for _ in range(steps):
@@ -64,6 +68,16 @@ def test_a_checkpoint_goes_from_placement_to_placement(procs: Pool, tmp_path: Pa
     Checkpointer(tmp_path / "2").load(model=plain)
     weights.load_state_dict(safetensors.torch.load_file(tmp_path / "2" / "weights-1.safetensors"))
     assert digest(weights, None, 0) == digest(plain, None, 0)
+
+    # And back: the one plain file begins a run of every kind.
+    file = str(tmp_path / "2" / "weights-1.safetensors")
+    for placement, ranks in (("ddp", 4), ("zero3", 2), ("zero1", 3)):
+        target = str(tmp_path / f"again-{placement}")
+        told = procs(ranks).run(move, file, target, placement, 0)
+        assert len(set(told)) == 1
+        begun = net()
+        Checkpointer(target).load(model=begun)
+        assert digest(begun, None, 0) == digest(weights, None, 0)
 
     for text, untouched in procs(2).run(load_another_optimizer, path):
         assert untouched and "of the optimizer's parameter 0 has shape (300, 40), expected (3,)" in text
