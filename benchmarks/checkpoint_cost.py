@@ -8,6 +8,7 @@ paceline run -n 2 benchmarks/checkpoint_cost.py --mib 512 --placement zero1
 import argparse
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -119,7 +120,7 @@ def measure(settings: Settings, folder: Path) -> list[str]:
     copies = [torch.empty_like(one) for one in run.held()]
 
     def copy_out() -> None:
-        for copy, one in zip(copies, run.held(), strict=True):
+        for copy, one in zip(copies, run.held(), strict=True):  # into memory that is there
             copy.copy_(one.detach())
 
     copy_out()
@@ -129,15 +130,16 @@ def measure(settings: Settings, folder: Path) -> list[str]:
         theirs.append(seconds(lambda: torch.load(run.file)))
         blocked.append(run.save(2 + number))
         copied.append(seconds(copy_out))
-    del copies
+    copies.clear()
     above = torch.tensor([peak_above(run.load)])
     world = dist.get_world_size() if dist.is_initialized() else 1
     ratio = median(one / other for one, other in zip(ours, theirs, strict=True))
+    busy = os.getloadavg()[0]
     return [
-        f"{settings.placement} on {world} ranks, {size / MIB:.0f} MiB, {settings.rounds} rounds, load {os.getloadavg()[0]:.1f}",
+        f"{settings.placement} on {world} ranks, {size / MIB:.0f} MiB, {settings.rounds} rounds, load average {busy:.1f}",
         f"load {median(ours) * 1e3:.0f} ms, torch.load {median(theirs) * 1e3:.0f} ms: {ratio:.2f} ×",
         f"peak private memory above what a rank holds: {float(paceline.all_reduce(above, 'max')):.0f} MiB",
-        f"a save blocks {median(blocked) * 1e3:.1f} ms, a copy of what a rank holds takes {median(copied) * 1e3:.1f} ms",
+        f"a save blocks {median(blocked) * 1e3:.1f} ms, copying what a rank holds takes {median(copied) * 1e3:.1f} ms",
     ]
 
 
@@ -159,7 +161,7 @@ def main() -> None:
         if world.rank == 0:
             shutil.rmtree(folder[0])
     if world.rank == 0:
-        print("\n".join(rows))
+        sys.stdout.write("\n".join(rows) + "\n")
     paceline.shutdown()
 
 

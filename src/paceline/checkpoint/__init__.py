@@ -2,6 +2,7 @@
 
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.compare import digest
+from paceline.checkpoint.dcp import export_dcp, import_dcp
 from paceline.checkpoint.errors import CheckpointError, CheckpointMismatch, Damaged, NoCheckpoint, NotSaved, Skipped
 from paceline.checkpoint.outcome import CheckpointEvent, Loaded, Saved
 from paceline.checkpoint.preemption import Preemption
@@ -25,7 +26,9 @@ __all__ = [
     "Skipped",
     "Snapshot",
     "digest",
+    "export_dcp",
     "export_weights",
+    "import_dcp",
     "rng_state",
     "set_rng_state",
 ]

@@ -121,7 +121,7 @@ class Reading:
         wanted = list(self.restored.wanted(targets))
         for stored, begin, end in wanted:
             if (hole := stored.missing(begin, end)) is not None:
-                self.problem = self._lacking(stored, hole)
+                self.problem = lacking(snapshot, stored, hole)
                 return
         control = [chunk for name in self.restored.trees for chunk in self._opened.chunks() if chunk[0] == name]
         headers = [(name, 0) for name in snapshot.manifest.files]
@@ -134,14 +134,15 @@ class Reading:
     def verify(self, chunks: Sequence[Chunk], threads: int) -> None:
         self._opened.verify(chunks, threads)
 
-    def _lacking(self, stored: StoredTensor, hole: tuple[int, int]) -> str:
-        manifest = self._opened.snapshot.manifest
-        listed = ", ".join(map(str, manifest.ranks))
-        return (
-            f"the elements {hole[0]} to {hole[1]} of {stored.name!r} are not here: the directory has the files of rank "
-            f"{listed} of {manifest.world_size}, and this rank needs some of another one, which wrote to a directory "
-            f"that is not shared; copy all files of that directory's {self._opened.snapshot.path.name} into this one"
-        )
+
+def lacking(snapshot: Snapshot, stored: StoredTensor, hole: tuple[int, int]) -> str:
+    """What to do about elements of a tensor that are in no file of the directory."""
+    listed = ", ".join(map(str, snapshot.manifest.ranks))
+    return (
+        f"the elements {hole[0]} to {hole[1]} of {stored.name!r} are not here: the directory has the files of rank "
+        f"{listed} of {snapshot.manifest.world_size}, and these were written by another one, to a directory that is "
+        f"not shared; copy all files of that directory's {snapshot.path.name} into this one"
+    )
 
 
 class Restored:
@@ -171,6 +172,12 @@ class Restored:
             self._per_rank: list[str] = tree["per_rank"]
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise Damaged(opened.snapshot.path, f"its parts do not fit together: {error}") from error
+
+    def check_complete(self) -> None:
+        """Raise Damaged unless all tensors of model and optimizer are in the files."""
+        for stored in stored_in([self.model or {}, self.optimizer or {}]):
+            if (hole := stored.missing(0, stored.shape.numel())) is not None:
+                raise Damaged(self.snapshot.path, lacking(self.snapshot, stored, hole))
 
     def wanted(self, targets: Targets) -> Iterator[tuple[StoredTensor, int, int]]:
         """Which elements of which tensors will be read for these objects, also if they turn out not to fit."""

@@ -82,6 +82,17 @@ def capture(
     return TrainingState(json.dumps(tree).encode(), files, shapes, equal)
 
 
+def encoded(
+    weights: Mapping[str, Any], optimizer: Mapping[str, Any] | None, params: Sequence[str] | None
+) -> tuple[bytes, dict[str, Tensors]]:
+    """States that come from elsewhere as the tree and the files of a snapshot."""
+    model, rest = Encoder(), Encoder()
+    tree: dict[str, Any] = {"model": model.encode(dict(weights)), "more": {}, "per_rank": []}
+    if optimizer is not None:
+        tree |= {"optimizer": rest.encode(optimizer, ("optimizer",)), "optimizer_params": params}
+    return json.dumps(tree).encode(), {MODEL: model.tensors, STATE: rest.tensors}
+
+
 def _replicas(model: nn.Module | None, weights: Encoder, *, buffers: bool) -> set[str]:
     """What of a model is the same on all ranks. Buffers are the same only in lanes: elsewhere each rank makes its own,
     and takes over those of another rank when its next forward begins."""
