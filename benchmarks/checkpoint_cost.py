@@ -85,30 +85,29 @@ class Run:
         model(torch.randn(4, width)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        self.objects = {"model": model, "optimizer": optimizer}
+        self.model, self.optimizer = model, optimizer
         self.checkpointer = Checkpointer(folder / "ours", compare=settings.compare)
         self.file = folder / f"torch-{dist.get_rank() if dist.is_initialized() else 0}.pt"
 
     def held(self) -> list[torch.Tensor]:
         """The tensors that this rank has of the state."""
-        states = self.objects["optimizer"].state.values()
-        params = [param for group in self.objects["optimizer"].param_groups for param in group["params"]]
+        states = self.optimizer.state.values()
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
         return [*params, *(value for state in states for value in state.values())]
 
     def save(self, step: int) -> float:
         """How long a save blocks, in seconds, all of its writing done afterwards."""
         paceline.barrier()
-        blocked = torch.tensor([self.checkpointer.save(step, **self.objects).blocked_s])
+        blocked = torch.tensor([self.checkpointer.save(step, model=self.model, optimizer=self.optimizer).blocked_s])
         self.checkpointer.wait()
         return float(paceline.all_reduce(blocked, "max"))
 
     def load(self) -> None:
-        self.checkpointer.load(**self.objects)
+        self.checkpointer.load(model=self.model, optimizer=self.optimizer)
 
     def save_for_torch(self) -> int:
         """The same bytes in one file of torch's."""
-        model, optimizer = (self.objects[name].state_dict() for name in ("model", "optimizer"))
-        torch.save({"model": model, "optimizer": optimizer}, self.file)
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, self.file)
         return self.file.stat().st_size
 
 

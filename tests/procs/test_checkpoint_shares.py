@@ -24,7 +24,8 @@ def build(placement: str, kind: str = "plain", seed: int = 0) -> tuple[Any, torc
     torch.manual_seed(seed)
     net: nn.Module = nn.Sequential(nn.Linear(48, 400), nn.ReLU(), nn.Linear(400, 300), nn.LayerNorm(300))
     if kind == "conv":
-        net = nn.Sequential(nn.Conv2d(16, 64, 3), nn.Conv2d(64, 32, 3)).to(memory_format=torch.channels_last)
+        net = nn.Sequential(nn.Conv2d(16, 64, 3), nn.Conv2d(64, 32, 3))
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     dtype = torch.bfloat16 if kind == "half" else torch.float32
     model = paceline.DistributedDataParallel(net.to(dtype), placement=placement, timeout=20)
     master = torch.float32 if kind == "half" else None

@@ -98,7 +98,7 @@ def test_any_state_in_any_world_is_written_once_in_every_directory() -> None:
             cuts = sorted(rng.randint(0, numel // BLOCK_ELEMENTS) * BLOCK_ELEMENTS for _ in range(ranks - 1))
             borders = [0, *cuts, numel]
             shards: list[Span | None] = list(pairwise(borders))
-            spans = rng.choice([shards, [(0, numel)] * ranks])
+            spans = shards if rng.random() < 0.5 else [(0, numel)] * ranks
             held.append(Held(str(number), numel, 4, spans, True, rng.random() < 0.8))
         found = written(held, homes)
         for home, counted in found.items():

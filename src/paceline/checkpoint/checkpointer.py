@@ -10,19 +10,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from paceline.checkpoint import snapshots
-from paceline.checkpoint.errors import CheckpointMismatch, NoCheckpoint, NotSaved, Skipped
+from paceline.checkpoint.choosing import Choice, Reading, Which, choose
+from paceline.checkpoint.errors import NoCheckpoint, NotSaved, Skipped
 from paceline.checkpoint.manifest import Manifest, versions
 from paceline.checkpoint.outcome import CheckpointEvent, Loaded, Saved
 from paceline.checkpoint.preemption import Cadence
-from paceline.checkpoint.ranks import Look, OptionalGroup, gather, homes_of, rank_and_size, text_hash
-from paceline.checkpoint.reader import Choice, Reading, Restored, Targets, Which, choose
+from paceline.checkpoint.ranks import Look, OptionalGroup, gather, raising_together, rank_and_size, text_hash
+from paceline.checkpoint.reader import Restored, Targets
 from paceline.checkpoint.retention import Keep, remove_older
+from paceline.checkpoint.run_directory import RunDirectory
 from paceline.checkpoint.saving import Save, SavePlan
 from paceline.checkpoint.sharing import deal, describe
 from paceline.checkpoint.snapshots import Snapshot
@@ -31,7 +33,6 @@ from paceline.checkpoint.writer import BackgroundWrite
 from paceline.collectives.checked import named_barrier
 from paceline.errors import UsageError
 from paceline.progress import Phase, own_progress
-from paceline.stored.directory import DirectoryLock, make_directory
 
 logger = logging.getLogger("paceline")
 
@@ -110,10 +111,8 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         self._writing: BackgroundWrite | None = None
         self._copies = {MODEL: HostCopy(), STATE: HostCopy()}
-        self._number = -1
-        self._homes: list[int] | None = None
         self._refused: list[Path] = []
-        self._lock = DirectoryLock(self.directory)
+        self._place = RunDirectory(self.directory)
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`. All ranks call it in every step; the clock of rank 0 decides for all."""
@@ -179,7 +178,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        self._lock.release()
+        self._place.release()
 
     def latest(self) -> Snapshot | None:
         """The newest snapshot that is whole on all ranks, every byte compared, or None."""
@@ -209,9 +208,9 @@ class Checkpointer:
             self.close()
             targets = Targets(model, optimizer, more)
             restored, skipped = self._read(snapshot, targets)
-            with self._raising_together():
+            with raising_together(self._group):
                 restored.check(targets)
-            with self._raising_together():
+            with raising_together(self._group):
                 restored.put(targets)
         found = restored.snapshot
         if (unlike := restored.other_bits(model, more)) and rank_and_size(self._group)[0] == 0:
@@ -234,38 +233,28 @@ class Checkpointer:
         if self._on_event is not None:
             self._on_event(CheckpointEvent(kind, step, text, str(path), seconds))
 
-    def _own(self) -> str:
-        """Keep other runs from saving to the directory. Returns who does so already, or nothing."""
-        try:
-            make_directory(self.directory)
-            return self._lock.acquire()
-        except OSError:  # the write will fail for the same reason, and report it
-            return ""
-
     def _agree(
         self, step: int, state: TrainingState, skip: bool, metric: float | None
     ) -> tuple[SavePlan | None, NotSaved | None]:
         """The new save, unless it is skipped, and what went wrong with the previous one."""
         rank, size = rank_and_size(self._group)
-        if self._homes is None:
-            self._homes = homes_of(self.directory, self._group)
-        homes = self._homes or [0] * size
-        holder = self._own() if homes[rank] == rank else ""
+        homes = self._place.homes(self._group)
+        holder = self._place.own() if homes[rank] == rank else ""
         model = text_hash(json.dumps(state.shapes, sort_keys=True))
-        own = (model, self._next_number(), secrets.randbits(60), skip, holder, self._report(), describe(state))
+        own = (model, self._place.next_number(), secrets.randbits(60), skip, holder, self._report(), describe(state))
         rows = gather((*own, metric if metric is None else float(metric)), self._group)
         models, numbers, ids, skips, holders, reports, described, metrics = zip(*rows, strict=True)
         if any(holders):
-            self._refuse_second(holders)
+            self._place.refuse_second(holders)
         if len(set(models)) > 1:
             raise different_models(gather(state.shapes, self._group))
-        self._number = max(numbers)
+        self._place.number = max(numbers)
         problem = self._problem(reports)
         if any(skips):
             return None, problem
         manifest = Manifest(
             step=step,
-            number=self._number,
+            number=self._place.number,
             id=ids[0],
             world_size=size,
             files={},
@@ -276,13 +265,6 @@ class Checkpointer:
         )
         dealt = deal(state, described, homes, rank, compared=self._compare)
         return SavePlan(self.directory, manifest, dealt, state.tree, rank), problem
-
-    def _refuse_second(self, holders: Sequence[str]) -> NoReturn:
-        rank, holder = next((rank, text) for rank, text in enumerate(holders) if text)
-        raise UsageError(
-            f"rank {rank} cannot save to {self.directory}: {holder} saves there, and two runs in one directory would "
-            f"remove each other's checkpoints; give this run a directory of its own, or end the other one"
-        )
 
     def _settle(self) -> NotSaved | None:
         self.close()
@@ -304,11 +286,9 @@ class Checkpointer:
             for path in write.removed:
                 self._emit("removed", snapshots.step_of(path), f"{path.name} is removed", path)
             return None
-        kept = snapshots.listed(self.directory) if os.access(self.directory, os.R_OK | os.X_OK) else []
         text = (
             f"the checkpoint of step {write.step} could not be written to {self.directory} "
-            f"({type(write.error).__name__}: {write.error}); remaining checkpoints: "
-            f"{', '.join(path.name for path in kept) or 'none'}"
+            f"({type(write.error).__name__}: {write.error}); remaining checkpoints: {self._place.remaining()}"
         )
         return write.step, text
 
@@ -320,15 +300,6 @@ class Checkpointer:
                 self._emit("failed", step, text)
                 return NotSaved(f"rank {rank}: {text}", step=step, rank=rank)
         return None
-
-    def _next_number(self) -> int:
-        if self._number < 0:
-            try:
-                found, _ = snapshots.survey(self.directory)
-            except OSError:  # the write will fail for the same reason, and report it
-                found = []
-            self._number = max((one.manifest.number for one in found), default=0)
-        return self._number + 1
 
     def _start(self, plan: SavePlan) -> None:
         """Copy this rank's share, compare, and have it written. All ranks call it."""
@@ -373,15 +344,3 @@ class Checkpointer:
         restored = reading[0].restored
         assert restored is not None
         return restored, choice.skipped
-
-    @contextmanager
-    def _raising_together(self) -> Iterator[None]:
-        """Raise on all ranks if there is a problem on any."""
-        problem: Exception | None = None
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - raised below, when the others know
-            problem = error
-        for rank, text in enumerate(gather(problem and str(problem), self._group)):
-            if text:
-                raise problem or CheckpointMismatch(f"rank {rank}: {text}")

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from paceline.checkpoint.errors import Damaged, Skipped
+from paceline.checkpoint.errors import CheckpointMismatch, Damaged, Skipped
 from paceline.checkpoint.open_snapshot import Chunk
 from paceline.checkpoint.snapshots import Snapshot, place_of
 from paceline.collectives.checked import all_gather
@@ -170,3 +171,16 @@ def _runs(chunks: Iterable[Chunk]) -> dict[str, list[list[int]]]:
         else:
             spans.append([number, number + 1])
     return found
+
+
+@contextmanager
+def raising_together(group: OptionalGroup) -> Iterator[None]:
+    """Raise on all ranks if there is a problem on any."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+        problem = error
+    for rank, text in enumerate(gather(problem and str(problem), group)):
+        if text:
+            raise problem or CheckpointMismatch(f"rank {rank}: {text}")

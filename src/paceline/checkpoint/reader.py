@@ -1,23 +1,19 @@
-"""Reading: which snapshot all ranks load, and how what it holds is put into the objects of a run."""
+"""What a snapshot holds, and how it is put into the objects of a run."""
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.bare import bare
-from paceline.checkpoint import snapshots
-from paceline.checkpoint.errors import CheckpointMismatch, Damaged, Skipped
-from paceline.checkpoint.manifest import NAME, stem_of
-from paceline.checkpoint.open_snapshot import Chunk, OpenSnapshot
-from paceline.checkpoint.ranks import Look, OptionalGroup, newest_on_all
-from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.shards import kept_per_element, model_state, names_of_params, sharded_parameters, updated
+from paceline.checkpoint.errors import CheckpointMismatch, Damaged
+from paceline.checkpoint.manifest import stem_of
+from paceline.checkpoint.open_snapshot import OpenSnapshot
+from paceline.checkpoint.optimizer_parts import filled_state, wanted_of
+from paceline.checkpoint.shards import model_state, names_of_params, sharded_parameters
 from paceline.checkpoint.snapshots import Snapshot
 from paceline.checkpoint.state import (
     MODEL,
@@ -36,58 +32,8 @@ from paceline.stored.packed import unpack
 from paceline.stored.tensor_part import TensorPart
 from paceline.stored.value_tree import decode_tree
 
-MASTER = "master"  # the key under which an optimizer over shards keeps its wide copy of a parameter
 # States of torch's optimizers that have an entry for every element of their parameter.
 SHAPED_LIKE_PARAMS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
-
-
-# "latest", "compared" or "best", a step, or the path of a snapshot or of a directory of them: see `Checkpointer.load`.
-Which = str | os.PathLike[str] | int
-
-
-class Choice(NamedTuple):
-    """What all ranks load, if there is something, from which directory, and the snapshots that were passed over."""
-
-    snapshot: Snapshot | None
-    directory: Path
-    skipped: tuple[Skipped, ...]
-
-
-def choose(which: Which, directory: Path, look: Look, group: OptionalGroup, keep: Keep) -> Choice:
-    """The newest snapshot of those that `which` means that is good on all ranks.
-
-    All ranks call it, with a `which` of the same kind.
-    """
-    directory, found, broken = _candidates(which, directory)
-    if which == "best":
-        found = keep.best_of(found)
-    if which == "compared":
-        compared = [one for one in found if one.manifest.compared]
-        chosen, skipped = newest_on_all(compared, broken, look, group)
-        if chosen is not None:
-            return Choice(chosen, directory, skipped)
-    chosen, skipped = newest_on_all(found, broken, look, group)
-    return Choice(chosen, directory, skipped)
-
-
-def _candidates(which: Which, directory: Path) -> tuple[Path, list[Snapshot], list[Damaged]]:
-    """Where this rank looks for `which`, the snapshots there, newest first, and those whose manifests are damaged."""
-    if not isinstance(which, int) and which not in ("latest", "compared", "best"):
-        path = Path(which)
-        if snapshots.NAME.match(path.name) or (path.is_dir() and any(NAME.match(one.name) for one in path.iterdir())):
-            try:
-                return path.parent, [snapshots.read(path)], []
-            except Damaged as error:
-                return path.parent, [], [error]
-        directory = path
-    try:
-        found, broken = snapshots.survey(directory)
-    except OSError as error:
-        return directory, [], [Damaged(directory, f"it cannot be listed: {error.strerror}")]
-    if isinstance(which, int):
-        found = [one for one in found if one.step == which]
-        broken = [one for one in broken if snapshots.step_of(one.path) == which]
-    return directory, found, broken
 
 
 class Targets:
@@ -99,50 +45,6 @@ class Targets:
         self.model, self.optimizer, self.more = model, optimizer, more
         self.state: dict[str, Any] = {} if model is None else model_state(model)
         self.params = None if optimizer is None else names_of_params(model, optimizer)
-
-
-class Reading:
-    """A snapshot that is about to be read: what is needed of it, and why it cannot be loaded here, if that is known.
-    Raises Damaged when it is made, if files are missing."""
-
-    def __init__(self, snapshot: Snapshot, targets: Targets | None, rank: int, size: int) -> None:
-        """Without `targets` everything is needed that is there."""
-        self.problem = ""
-        self.restored: Restored | None = None
-        self._opened = OpenSnapshot(snapshot)
-        self.needed: list[Chunk] = self._opened.chunks()
-        if targets is None:
-            return
-        try:
-            self.restored = Restored(self._opened, rank, size)
-        except Damaged as error:
-            self.problem = error.why
-            return
-        wanted = list(self.restored.wanted(targets))
-        for stored, begin, end in wanted:
-            if (hole := stored.missing(begin, end)) is not None:
-                self.problem = lacking(snapshot, stored, hole)
-                return
-        control = [chunk for name in self.restored.trees for chunk in self._opened.chunks() if chunk[0] == name]
-        headers = [(name, 0) for name in snapshot.manifest.files]
-        self.needed = [
-            *control,
-            *headers,
-            *(chunk for stored, begin, end in wanted for chunk in stored.chunks(begin, end)),
-        ]
-
-    def verify(self, chunks: Sequence[Chunk], threads: int) -> None:
-        self._opened.verify(chunks, threads)
-
-
-def lacking(snapshot: Snapshot, stored: StoredTensor, hole: tuple[int, int]) -> str:
-    """What to do about elements of a tensor that are in no file of the directory."""
-    listed = ", ".join(map(str, snapshot.manifest.ranks))
-    return (
-        f"the elements {hole[0]} to {hole[1]} of {stored.name!r} are not here: the directory has the files of rank "
-        f"{listed} of {snapshot.manifest.world_size}, and these were written by another one, to a directory that is "
-        f"not shared; copy all files of that directory's {snapshot.path.name} into this one"
-    )
 
 
 class Restored:
@@ -187,10 +89,10 @@ class Restored:
                 span = one.span_of(part.form, part.span) if isinstance(part, TensorPart) else (0, one.shape.numel())
                 yield (one, *span)
         if targets.optimizer is not None:
-            yield from _wanted_of(self.optimizer or {}, targets.optimizer)
+            yield from wanted_of(self.optimizer or {}, targets.optimizer)
         for name, value in self.more.items():
             if isinstance(into := targets.more.get(name), torch.optim.Optimizer):
-                yield from _wanted_of(value, into)
+                yield from wanted_of(value, into)
             else:
                 yield from ((one, 0, one.shape.numel()) for one in stored_in(value))
 
@@ -239,14 +141,14 @@ class Restored:
             if name in self._per_rank:
                 state = unpack(self._read(fill(state[self._rank])))
             if isinstance(value, torch.optim.Optimizer):
-                value.load_state_dict(self._read(_filled(self.more.pop(name), value)))
+                value.load_state_dict(self._read(filled_state(self.more.pop(name), value)))
                 continue
             module = bare(value) if isinstance(value, nn.Module) else None
             (module or value).load_state_dict(self._read(fill(state, module and module.state_dict())))
         if targets.model is not None:
             self._put_model(targets.model, targets.state)
         if targets.optimizer is not None:
-            targets.optimizer.load_state_dict(self._read(_filled(self.optimizer, targets.optimizer)))
+            targets.optimizer.load_state_dict(self._read(filled_state(self.optimizer, targets.optimizer)))
         self.more = self._read(fill(self.more))
         for name in self._per_rank:
             self.more[name] = [unpack(blob) for blob in self.more[name]]
@@ -307,60 +209,11 @@ class Restored:
                 )
 
 
-def _of_params(
-    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[Any, torch.Tensor, Any, dict[str, Any]]]:
-    """Of each parameter that an optimizer updates, its place in a saved state, what is updated, its shard if it is one,
-    and what was saved of it."""
-    places = [place for group in saved.get("param_groups", ()) for place in group["params"]]
-    for (param, shard), place in zip(updated(optimizer), places, strict=False):
-        yield place, param, shard, saved["state"].get(place, {})
-
-
-def _is_cut(optimizer: torch.optim.Optimizer, shard: Any, name: str, value: Any) -> bool:
-    """Whether a rank needs its part only of a state of the whole parameter."""
-    if shard is None or not isinstance(value, StoredTensor) or value.shape != shard.form.shape:
-        return False
-    return bool(value.shape) or name == MASTER or name in kept_per_element(optimizer)
-
-
-def _wanted_of(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[tuple[StoredTensor, int, int]]:
-    for _, _, shard, values in _of_params(saved, optimizer):
-        for name, value in values.items():
-            if _is_cut(optimizer, shard, name, value):
-                if name != MASTER or shard.has_master:
-                    yield (value, *value.span_of(shard.form, shard.span))
-            elif name != MASTER:
-                yield from ((one, 0, one.shape.numel()) for one in stored_in(value))
-    yield from ((one, 0, one.shape.numel()) for one in stored_in(saved.get("param_groups", ())))
-
-
-def _filled(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, read into what it has, or into new tensors where its parameters are."""
-    state: dict[Any, Any] = dict(saved["state"])
-    for place, param, shard, values in _of_params(saved, optimizer):
-        known: dict[str, Any] = optimizer.state.get(param, {})
-        found: dict[str, Any] = {}
-        for name, value in values.items():
-            if _is_cut(optimizer, shard, name, value):
-                if name != MASTER or shard.has_master:
-                    into = shard.value.detach() if name == MASTER else known.get(name)
-                    found[name] = _read_part(value, into, shard)
-            elif name == MASTER:
-                continue  # kept by another run, and of no use here
-            elif isinstance(value, StoredTensor) and value.shape == param.shape and name != "step":
-                found[name] = value.load(known.get(name), param.device)
-            else:
-                found[name] = fill(value, known.get(name))
-        if place in state:
-            state[place] = found
-    filled: dict[str, Any] = fill({**saved, "state": state})
-    return filled
-
-
-def _read_part(value: StoredTensor, into: torch.Tensor | None, shard: Any) -> TensorPart:
-    begin, end = shard.span
-    if into is None or into.shape != (end - begin,) or into.dtype is not value.dtype:
-        into = torch.empty(end - begin, dtype=value.dtype, device=shard.value.device)
-    value.read_part(into, begin, shard.form)
-    return TensorPart(into, begin, shard.form)
+def lacking(snapshot: Snapshot, stored: StoredTensor, hole: tuple[int, int]) -> str:
+    """What to do about elements of a tensor that are in no file of the directory."""
+    listed = ", ".join(map(str, snapshot.manifest.ranks))
+    return (
+        f"the elements {hole[0]} to {hole[1]} of {stored.name!r} are not here: the directory has the files of rank "
+        f"{listed} of {snapshot.manifest.world_size}, and these were written by another one, to a directory that is "
+        f"not shared; copy all files of that directory's {snapshot.path.name} into this one"
+    )
