@@ -133,12 +133,12 @@ def measure(settings: Settings, folder: Path) -> list[str]:
     above = torch.tensor([peak_above(run.load)])
     world = dist.get_world_size() if dist.is_initialized() else 1
     ratio = median(one / other for one, other in zip(ours, theirs, strict=True))
-    busy = os.getloadavg()[0]
+    what, busy = f"{settings.placement} on {world} ranks", os.getloadavg()[0]
     return [
-        f"{settings.placement} on {world} ranks, {size / MIB:.0f} MiB, {settings.rounds} rounds, load average {busy:.1f}",
+        f"{what}, {size / MIB:.0f} MiB, {settings.rounds} rounds, load average {busy:.1f}",
         f"load {median(ours) * 1e3:.0f} ms, torch.load {median(theirs) * 1e3:.0f} ms: {ratio:.2f} ×",
         f"peak private memory above what a rank holds: {float(paceline.all_reduce(above, 'max')):.0f} MiB",
-        f"a save blocks {median(blocked) * 1e3:.1f} ms, copying what a rank holds takes {median(copied) * 1e3:.1f} ms",
+        f"a save blocks {median(blocked) * 1e3:.1f} ms; a copy of all a rank holds {median(copied) * 1e3:.1f} ms",
     ]
 
 

@@ -28,6 +28,10 @@ LONGEST = (
     "procs/test_waits.py",
     "golden/test_golden.py",
     "procs/test_corners.py",
+    "procs/test_checkpoint_kills.py",
+    "procs/test_checkpoint_shares.py",
+    "procs/test_checkpoint_loading.py",
+    "procs/test_checkpoint_dcp.py",
 )
 
 

@@ -36,18 +36,20 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [one.value() for one in started]
 
 
-def compare(step: int, pieces: Sequence[Compared], group: OptionalGroup) -> list[int | None]:
+def compare(
+    step: int, pieces: Sequence[Compared], note: str, group: OptionalGroup
+) -> tuple[list[int | None], list[str]]:
     """Raise ReplicaDrift on all ranks unless all that hold a piece hold the same bits. Returns the digests of those
-    that this rank holds. All ranks call it, with the same pieces."""
+    that this rank holds, and the notes of all ranks. All ranks call it, with the same pieces."""
     held = [piece.elements for piece in pieces if piece.elements is not None]
     left = iter(digests_of(held))
     own = [None if piece.elements is None else next(left) for piece in pieces]
     teams: dict[tuple[int, ...], list[int]] = {}
     for at, piece in enumerate(pieces):
         teams.setdefault(piece.holders, []).append(at)
-    told = gather([text_hash(repr([own[at] for at in run])) for run in teams.values()], group)
-    if all(len({told[rank][at] for rank in holders}) == 1 for at, holders in enumerate(teams)):
-        return own
+    rows = gather([note, *(text_hash(repr([own[at] for at in run])) for run in teams.values())], group)
+    if all(len({rows[rank][at] for rank in holders}) == 1 for at, holders in enumerate(teams, start=1)):
+        return own, [row[0] for row in rows]
     found: dict[str, TensorDrift] = {}
     rows = gather(own, group)
     for at, piece in enumerate(pieces):

@@ -129,7 +129,7 @@ def _read(reader: Any) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, described in metadata.state_dict_metadata.items():
         tensor = isinstance(described, TensorStorageMetadata)
-        flat[name] = torch.empty(described.size, dtype=described.properties.dtype) if tensor else None
+        flat[name] = _empty(described) if tensor else None
     with _one_process():
         load(flat, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
     nested: dict[Any, Any] = {}
@@ -140,6 +140,10 @@ def _read(reader: Any) -> dict[str, Any]:
             inner = inner.setdefault(key, {})
         inner[last] = value
     return nested
+
+
+def _empty(described: Any) -> torch.Tensor:
+    return torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
 
 
 def _flat(state: Any) -> dict[str, Any]:

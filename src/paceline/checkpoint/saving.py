@@ -11,7 +11,7 @@ from paceline.checkpoint.compare import check_copy, compare
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.joint import JointWrite
 from paceline.checkpoint.manifest import Manifest, file_name
-from paceline.checkpoint.ranks import OptionalGroup, gather
+from paceline.checkpoint.ranks import OptionalGroup
 from paceline.checkpoint.sharing import Deal
 from paceline.checkpoint.snapshots import Snapshot
 from paceline.checkpoint.state import TREE, HostCopy
@@ -51,7 +51,6 @@ class Save:
         ]
         self._expected: list[tuple[str, str, str, int]] = []  # by file and entry: of which tensor, with which digest
         self._copies = copies
-        self._group = group
         self._joint = JointWrite(plan.home, plan.team, plan.rank) if len(plan.team) > 1 else None
         self._failed: Exception | None = None
         try:
@@ -62,10 +61,13 @@ class Save:
         except (RuntimeError, MemoryError, OSError) as error:  # reported as a write that failed
             self._failed = error
         try:
-            if plan.deal.compared:
-                self._expect(plan.deal, compare(plan.manifest.step, plan.deal.compared, group))
-            if any(len(team) > 1 for team in plan.deal.teams):
-                self._failed = self._failure_of_team()
+            if plan.manifest.world_size > 1:
+                note = "" if self._failed is None else f"{type(self._failed).__name__}: {self._failed}"
+                digests, notes = compare(plan.manifest.step, plan.deal.compared, note, group)
+                self._expect(plan.deal, digests)
+                other = next((rank for rank in plan.team if notes[rank]), None)
+                if self._failed is None and other is not None:  # then none of the team begins
+                    self._failed = CheckpointError(f"rank {other} cannot write: {notes[other]}")
         except BaseException:
             self._give_up()
             raise
@@ -96,15 +98,6 @@ class Save:
         """Raise CheckpointError if what was written is not what ranks have compared."""
         for file, entry, name, digest in self._expected:
             check_copy(name, self._copies[file].taken()[entry], digest)
-
-    def _failure_of_team(self) -> Exception | None:
-        """What keeps this rank's team from writing: then none of it begins."""
-        own = self._failed
-        told = gather(own and f"{type(own).__name__}: {own}", self._group)
-        other = next((rank for rank in self._plan.team if told[rank]), None)
-        if own is not None or other is None:
-            return own
-        return CheckpointError(f"rank {other} cannot write: {told[other]}")
 
     def _give_up(self) -> None:
         if self._joint is not None:
