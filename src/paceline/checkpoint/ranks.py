@@ -21,6 +21,7 @@ from paceline.stored.directory import make_directory
 from paceline.stored.tensor_file import bytes_of
 
 OptionalGroup = dist.ProcessGroup | None
+HEAD = 8192  # bytes of every rank that are gathered at once
 MOST_THREADS = 8  # that verify on one rank: more than these, and memory is the limit
 
 
@@ -32,11 +33,17 @@ def rank_and_size(group: OptionalGroup) -> tuple[int, int]:
 
 
 def gather_bytes(blob: bytes, group: OptionalGroup) -> list[bytes]:
-    """The bytes of every rank, of any length but not empty."""
-    sizes = [int(size) for size in all_gather(torch.tensor([len(blob)], device="cpu"), group=group)]
-    padded = torch.frombuffer(bytearray(blob.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-    rows = all_gather(padded, group=group)
-    return [bytes(bytes_of(row)[:size]) for row, size in zip(rows, sizes, strict=True)]
+    """The bytes of every rank, of any length. What is short takes one collective: its length travels with it."""
+    heads = _gather_padded(len(blob).to_bytes(8, "little") + blob[: HEAD - 8], HEAD, group)
+    sizes = [int.from_bytes(head[:8], "little") for head in heads]
+    longest = max(sizes) - (HEAD - 8)
+    rests = _gather_padded(blob[HEAD - 8 :], longest, group) if longest > 0 else [b""] * len(sizes)
+    return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
+
+
+def _gather_padded(blob: bytes, size: int, group: OptionalGroup) -> list[bytes]:
+    padded = torch.frombuffer(bytearray(blob.ljust(size, b"\0")), dtype=torch.uint8)
+    return [bytes(bytes_of(row)) for row in all_gather(padded, group=group)]
 
 
 def gather(value: Any, group: OptionalGroup) -> list[Any]:
