@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint import Checkpointer, CheckpointError, NotSaved, manifest, snapshots
+from paceline.checkpoint import Checkpointer, CheckpointError, NotSaved, joint, manifest, snapshots
 from paceline.checkpoint.joint import JointWrite
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.open_snapshot import OpenSnapshot
@@ -369,9 +369,9 @@ BOTH = (0, 1)
 
 def joint_of(directory: Path, rank: int) -> JointWrite:
     home = directory / f".step-{NEW:08d}.new-{1:016x}"
-    joint = JointWrite(home, BOTH, rank)
-    joint.enter()
-    return joint
+    made = JointWrite(home, BOTH, rank)
+    made.enter()
+    return made
 
 
 def fields() -> Manifest:
@@ -379,16 +379,16 @@ def fields() -> Manifest:
 
 
 def write_as_member(directory: str, stop: int) -> None:
-    joint = joint_of(Path(directory), 1)
+    member = joint_of(Path(directory), 1)
     (Path(directory).parent / "entered").touch()
     kill_before_call(stop)
-    write_part({"state-00001.safetensors": [b"y" * 5000], "c": [b"z"]}, lambda: None, joint)
+    write_part({"state-00001.safetensors": [b"y" * 5000], "c": [b"z"]}, lambda: None, member)
 
 
 def write_as_lead(directory: str, stop: int) -> None:
-    joint = joint_of(Path(directory), 0)
+    lead = joint_of(Path(directory), 0)
     kill_before_call(stop)
-    write_snapshot(Path(directory), fields(), {"a": [b"x" * 5000]}, joint=joint)
+    write_snapshot(Path(directory), fields(), {"a": [b"x" * 5000]}, joint=lead)
 
 
 def wait_until_entered(directory: Path) -> None:
@@ -484,4 +484,16 @@ def test_a_disk_that_fails_on_one_rank_is_told_by_the_one_that_completes(
     with pytest.raises(CheckpointError, match="rank 1 could not write its part: OSError: .*File too large"):
         write_snapshot(directory, fields(), {"a": [b"x"]}, joint=lead)
     assert nursery.exit_code() == 3
+    assert names(directory) == ["step-00000005", "step-00000010"]
+
+
+def test_where_files_cannot_be_locked_a_rank_that_writes_nothing_is_given_up(
+    fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint, "_lock", lambda _: False)
+    monkeypatch.setattr(joint, "STALLED_S", 0.1)
+    directory = fresh()
+    lead, member = joint_of(directory, 0), joint_of(directory, 1)
+    with closing(member), pytest.raises(CheckpointError, match="rank 1 has written nothing for 0 s"):
+        write_snapshot(directory, fields(), {"a": [b"x"]}, joint=lead)
     assert names(directory) == ["step-00000005", "step-00000010"]

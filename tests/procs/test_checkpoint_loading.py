@@ -98,3 +98,26 @@ def test_damage_that_one_rank_finds_keeps_all_from_loading(
         assert untouched
         assert "(rank 0): bytes " in text and f"of {name} have changed: the SHA-256 is" in text
         assert "(rank 1): bytes " in text if shared else "(rank 1): rank 0 has no intact copy of it" in text
+
+
+def load_weights(rank: int, size: int, directory: str) -> tuple[str, str]:
+    """The weights alone, and then the optimizer too."""
+    model, optimizer = run(1, 512)
+    checkpointer = Checkpointer(directory)
+    checkpointer.load(model=model)
+    loaded = digest(model, None, 1)
+    with pytest.raises(NoCheckpoint) as refused:
+        checkpointer.load(model=model, optimizer=optimizer)
+    return loaded, str(refused.value)
+
+
+def test_ranks_verify_what_they_will_read_and_no_more(procs: Pool, tmp_path: Path) -> None:
+    procs(2).run(save, str(tmp_path), 512)
+    file = tmp_path / "step-00000001" / "state-00001.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    expected = digest(run(0, 512)[0], None, 1)
+    for loaded, text in procs(2).run(load_weights, str(tmp_path)):
+        assert loaded == expected
+        assert "of state-00001.safetensors have changed" in text
