@@ -1,21 +1,30 @@
-"""The memory plan beside what training really takes: GPTs of several sizes, each in a fresh process.
+"""The memory plan beside what training really takes: GPTs of several sizes, batches and placements, on real ranks.
 
     python benchmarks/plan_check.py --device cpu --json benchmarks/<date>-<hardware>-plan.json
+    python benchmarks/plan_check.py --device cuda --dtype bf16-master --json ...     # two NCCL ranks may share one GPU
+    python benchmarks/plan_check.py --held                    # bytes per parameter when backward has ended, by placement
 
-A process warms torch up with a tiny model, notes its memory, builds the model, trains three steps with AdamW, and tells
-the highest point: growth of the resident set on the CPU, `max_memory_allocated` on a GPU. The plan is made in that
-process too, after the measurement, from the model's shapes alone; the closed form is made from its numbers.
+On the CPU every case has fresh processes: each trains a tiny model first, notes its memory, builds the model, wraps it,
+trains, and tells the highest point from building to the end: growth of the resident set, or `max_memory_allocated` on a
+GPU. The plan is made by rank 0 after the measurement, from the model's shapes alone; the closed form from its numbers.
+What is compared is the rank that took the most.
 """
 
 import argparse
+import ctypes
+import gc
 import json
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-STEPS = 3
+from benchmarks.rank_processes import join, run_ranks
+
+STEPS = 5  # buckets are planned after the third
+PLACEMENTS = ("ddp", "zero1", "zero2", "zero3")
 # What torch's optimizer is told for each of `paceline plan --update`.
 UPDATES: dict[str, dict[str, bool | None]] = {
     "auto": {"foreach": None, "fused": None},
@@ -27,7 +36,7 @@ UPDATES: dict[str, dict[str, bool | None]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One model, one batch."""
+    """One model, one batch, one placement."""
 
     name: str
     vocabulary: int
@@ -36,61 +45,203 @@ class Case:
     heads: int
     context: int
     batch: int
+    placement: str = "ddp"
+    device: str = "cpu"
+    dtype: str = "float32"
+    update: str = "auto"
 
 
 SHAPES = {
     "cpu": {
-        "5m": (4096, 256, 4, 4, 128),
-        "34m": (8192, 512, 8, 8, 128),
-        "bytes-29m": (256, 512, 9, 8, 256),
-        "gpt2-untied": (50304, 768, 12, 12, 256),
+        "wide-60m": (8192, 1024, 3, 8, 64),
+        "63m": (8192, 768, 7, 8, 64),
+        "deep-65m": (4096, 512, 19, 8, 64),
+        "bytes-85m": (256, 768, 12, 12, 64),
+        "vocabulary-92m": (50304, 768, 2, 12, 64),
+        "110m": (16384, 1024, 6, 16, 64),
     },
     "cuda": {
         "34m": (8192, 512, 8, 8, 1024),
+        "bytes-85m": (256, 768, 12, 12, 1024),
         "gpt2": (50304, 768, 12, 12, 1024),
+        "deep-190m": (8192, 768, 25, 12, 512),
         "gpt2-medium": (50304, 1024, 24, 16, 1024),
-        "gpt2-large": (50304, 1280, 36, 20, 1024),
+        "wide-500m": (32768, 2048, 8, 16, 512),
     },
 }
-BATCHES = {"cpu": (2, 8), "cuda": (2, 16)}
+BATCHES = {"cpu": (1, 4, 12), "cuda": (2, 6, 16)}
 
 
-def cases(device: str, only: str) -> list[Case]:
-    chosen = only.split(",") if only else list(SHAPES[device])
-    return [Case(name, *SHAPES[device][name], batch) for name in chosen for batch in BATCHES[device]]
+def cases(given: argparse.Namespace) -> list[Case]:
+    shapes = SHAPES[given.device]
+    chosen = given.only.split(",") if given.only else list(shapes)
+    batches = [int(part) for part in given.batches.split(",")] if given.batches else BATCHES[given.device]
+    how = {"device": given.device, "dtype": given.dtype, "update": given.update}
+    return [
+        Case(name, *shapes[name], batch, placement, **how)
+        for placement in given.placements.split(",")
+        for name in chosen
+        for batch in batches
+    ]
 
 
-def conduct(device: str, dtype: str, update: str, only: str, file: Path | None) -> bool:
-    results = []
-    say(f"{'model':<14}{'params':>9}{'batch':>7}{'measured':>11}{'plan':>11}{'off':>8}{'closed form':>13}{'off':>8}")
-    for case in cases(device, only):
-        settings = json.dumps([asdict(case), device, dtype, update])
-        command = [sys.executable, __file__, "--one", settings]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-        if done.returncode:
-            say(f"{case.name} at batch {case.batch}: {done.stderr.strip().splitlines()[-1]}")
-            results.append({**asdict(case), "error": done.stderr[-2000:]})
-            continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        results.append(found)
-        off, closed_off = (found[key] / found["measured_bytes"] - 1 for key in ("planned_bytes", "closed_form_bytes"))
-        say(
-            f"{case.name:<14}{found['parameters'] / 1e6:>7.1f} M{case.batch:>7}{mib(found['measured_bytes']):>11}"
-            f"{mib(found['planned_bytes']):>11}{off:>+8.1%}{mib(found['closed_form_bytes']):>13}{closed_off:>+8.1%}"
+# ---- in the ranks
+
+
+def run_rank(rank: int, size: int, store: str, settings: list[dict[str, Any]]) -> None:
+    """Measure cases one after another. Those that differ in the batch alone train one model."""
+    import torch
+    import torch.distributed as dist
+
+    own = [Case(**item) for item in settings]
+    join(rank, size, store, own[0].device)
+    warm = replace(own[0], vocabulary=64, width=64, layers=2, heads=2, context=16, batch=2)
+    for _ in measure([warm]):
+        pass
+    for _, together in groupby(own, lambda case: replace(case, batch=0)):
+        for case, found in measure(list(together)):
+            told = torch.tensor([found["measured_bytes"], found["held_bytes"], found["steps_bytes"]])
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+            if rank == 0:
+                keys = ("measured_bytes", "held_bytes", "steps_bytes")
+                most = dict(zip(keys, told.tolist(), strict=True))
+                say(json.dumps({**asdict(case), **found, **most, **planned(case, size)}))
+        gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(together: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Build and wrap a model, then train it with each batch."""
+    import torch
+
+    import paceline
+    from paceline.bench.gpt import BenchGPT
+    from paceline.memory_plan.measured import Peak
+
+    case = together[0]
+    peak = Peak(case.device)
+    before = peak.nbytes() if case.device == "cuda" else 0  # workspaces, which the plan counts for every model
+    torch.manual_seed(0)
+    kind = torch.float32 if case.dtype in ("float32", "bf16") else torch.bfloat16
+    with torch.device(case.device):
+        net = BenchGPT(shape_of(case)).to(kind)
+    model = paceline.DistributedDataParallel(net, placement=case.placement)
+    ways: dict[str, Any] = UPDATES[case.update]
+    master = torch.float32 if case.dtype == "bf16-master" else None
+    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-4, master=master, **ways)
+    wrapping = peak.nbytes()
+    for case in together:
+        text = torch.randint(case.vocabulary, (case.batch, case.context + 1), device=case.device)
+        x, y = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        peaks: list[int] = []
+        held = 0
+        for step in range(STEPS):
+            peak.restart()
+            with torch.autocast(case.device, dtype=torch.bfloat16, enabled=case.dtype == "bf16"):
+                loss = model(x, y)
+            loss.backward()
+            del loss
+            if step == STEPS - 1:
+                peaks.append(peak.nbytes())
+                held = held_now(peak)
+                peak.restart()
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(peak.nbytes())
+        steps = max(peaks[1:])  # the optimizer makes its states at the end of the first one
+        yield (
+            case,
+            {
+                "measured_bytes": max(wrapping, steps),
+                "wrapping_bytes": wrapping,
+                "steps_bytes": steps,
+                "measured_by_step": peaks,
+                "held_bytes": held,
+                "before_bytes": before,
+            },
         )
-    good = [result for result in results if "error" not in result]
-    worst = max(abs(result["planned_bytes"] / result["measured_bytes"] - 1) for result in good) if good else 1.0
-    say(f"worst: {worst:.1%} of what was measured")
-    if file is not None:
-        import torch
 
-        from paceline.bench.results import Circumstances, dump_json
 
-        where = Circumstances.now(torch.cuda.get_device_name() if device == "cuda" else None)
-        report = {"schema": "paceline-plan-check/1", "circumstances": asdict(where), "dtype": dtype}
-        report |= {"optimizer": "adamw", "update": update, "steps": STEPS, "worst": worst, "results": results}
-        file.write_text(dump_json(report))
-    return worst <= 0.10 and len(good) == len(results)
+def held_now(peak: Any) -> int:
+    """What is held at this moment, without what the C library keeps of memory that was freed."""
+    ctypes.CDLL(None).malloc_trim(0)
+    peak.restart()
+    return int(peak.nbytes())
+
+
+def shape_of(case: Case) -> Any:
+    from paceline.bench.spec import GPTShape
+
+    return GPTShape(case.vocabulary, case.width, case.layers, case.heads, case.context)
+
+
+def planned(case: Case, ranks: int) -> dict[str, Any]:
+    """The plan of the same model, and that of its numbers."""
+    import torch
+
+    from paceline.bench.gpt import BenchGPT
+    from paceline.memory_plan.closed_form import PlanSettings
+    from paceline.memory_plan.of_model import plan
+
+    ways: dict[str, Any] = UPDATES[case.update]
+    with torch.device("meta"):
+        skeleton = BenchGPT(shape_of(case))
+    tokens = torch.zeros(case.batch, case.context, dtype=torch.long)
+    shared = {"dtype": case.dtype, "ranks": (ranks,), "placement": case.placement, "device": case.device}
+    found = plan(skeleton, (tokens, tokens), **ways, **shared)
+    closed = PlanSettings(
+        params=found.parameters,
+        batch=case.batch,
+        seq=case.context,
+        vocab=case.vocabulary,
+        layers=case.layers,
+        width=case.width,
+        heads=case.heads,
+        untied=True,
+        update=case.update,
+        **shared,
+    ).plan()
+    peak = found.by_ranks[0].peak
+    return {
+        "parameters": found.parameters,
+        "ranks": ranks,
+        "planned_bytes": found.total,
+        "peak_moment": peak.name,
+        "closed_form_bytes": closed.total,
+        "lines": {line.name: line.nbytes for line in peak.lines},
+        "moments": {moment.name: moment.total for moment in found.by_ranks[0].moments},
+    }
+
+
+# ---- the conductor
+
+
+def conduct(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every case beside its plan. One that fails has an error."""
+    say(f"{'model':<16}{'placement':<11}{'batch':>5}{'measured':>11}{'plan':>11}{'off':>8}{'closed form':>13}{'off':>8}")
+    asked = cases(given)
+    # On a GPU, where freed memory leaves no holes, one set of processes is enough.
+    jobs = [asked] if given.device == "cuda" else [[case] for case in asked]
+    results = []
+    for job in jobs:
+        rows = run_ranks(__file__, given.ranks, [asdict(case) for case in job])
+        try:
+            for found in rows:
+                results.append(found)
+                show(found)
+        except RuntimeError as error:
+            say(f"{job[0].name} as {job[0].placement}, batch {job[0].batch}: {str(error).strip().splitlines()[-1]}")
+            results.append({**asdict(job[0]), "error": str(error)})
+    return results
+
+
+def show(found: dict[str, Any]) -> None:
+    off, closed_off = (found[key] / found["measured_bytes"] - 1 for key in ("planned_bytes", "closed_form_bytes"))
+    say(
+        f"{found['name']:<16}{found['placement']:<11}{found['batch']:>5}{mib(found['measured_bytes']):>11}"
+        f"{mib(found['planned_bytes']):>11}{off:>+8.1%}{mib(found['closed_form_bytes']):>13}{closed_off:>+8.1%}"
+    )
 
 
 def say(text: str) -> None:
@@ -102,85 +253,41 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.0f} MiB"
 
 
-def one(case: Case, device: str, dtype: str, update: str) -> dict[str, Any]:
-    """Measure in this process, then plan."""
-    from contextlib import nullcontext
-
-    import torch
-
-    from paceline.bench.gpt import BenchGPT
-    from paceline.bench.spec import GPTShape
-    from paceline.memory_plan.closed_form import PlanSettings
-    from paceline.memory_plan.measured import Peak
-    from paceline.memory_plan.of_model import plan
-
-    ways: dict[str, Any] = UPDATES[update]
-
-    def train(shape: GPTShape, batch: int, steps: int) -> tuple[BenchGPT, Any, list[int]]:
-        torch.manual_seed(0)
-        kind = torch.float32 if dtype in ("float32", "bf16") else torch.bfloat16
-        model = BenchGPT(shape).to(device, kind)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **ways)
-        text = torch.randint(shape.vocabulary, (batch, shape.context + 1), device=device)
-        x, y = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        peaks = []
-        for _ in range(steps):
-            peak.restart()
-            with torch.autocast(device, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext():
-                loss = model(x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            del loss
-            peaks.append(peak.nbytes())
-        return model, (x, y), peaks
-
-    peak = Peak(device)
-    train(GPTShape(64, 64, 2, 2, 16), 2, 2)
-    peak = Peak(device)
-    shape = GPTShape(case.vocabulary, case.width, case.layers, case.heads, case.context)
-    model, batch, peaks = train(shape, case.batch, STEPS)
-    planned = plan(model, batch, dtype=dtype, **ways)
-    closed = PlanSettings(
-        params=planned.parameters,
-        batch=case.batch,
-        seq=case.context,
-        vocab=case.vocabulary,
-        layers=case.layers,
-        width=case.width,
-        heads=case.heads,
-        untied=True,
-        dtype=dtype,
-        device=device,
-        ranks=(1,),
-        update=update,
-    ).plan()
-    return {
-        **asdict(case),
-        "parameters": planned.parameters,
-        "measured_bytes": max(peaks[1:]),
-        "measured_by_step": peaks,
-        "planned_bytes": planned.total,
-        "peak_moment": planned.by_ranks[0].peak.name,
-        "closed_form_bytes": closed.total,
-        "lines": {line.name: line.nbytes for line in planned.lines},
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bf16", "bf16-pure"], default="float32")
-    parser.add_argument("--update", choices=["auto", "foreach", "fused", "loop"], default="auto")
+    parser.add_argument("--dtype", choices=["float32", "bf16", "bf16-master", "bf16-pure"], default="float32")
+    parser.add_argument("--update", choices=list(UPDATES), default="auto")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default="", help="names of models, comma-separated")
+    parser.add_argument("--placements", default=",".join(PLACEMENTS), help="comma-separated")
+    parser.add_argument("--batches", default="", help="comma-separated")
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.one:
-        case, device, dtype, update = json.loads(given.one)
-        say(json.dumps(one(Case(**case), device, dtype, update)))
+    if given.rank:
+        run_rank(*json.loads(given.rank))
         return 0
-    return 0 if conduct(given.device, given.dtype, given.update, given.only, given.json) else 1
+    results = conduct(given)
+    good = [result for result in results if "error" not in result]
+    worst = max(abs(result["planned_bytes"] / result["measured_bytes"] - 1) for result in good) if good else 1.0
+    say(f"worst: {worst:.1%} of what was measured")
+    if given.json is not None:
+        write(given, worst, results)
+    return 0 if worst <= 0.10 and len(good) == len(results) else 1
+
+
+def write(given: argparse.Namespace, worst: float, results: list[dict[str, Any]]) -> None:
+    from paceline.bench.results import Circumstances, dump_json
+
+    gpu = None
+    if given.device == "cuda":
+        import torch
+
+        gpu = torch.cuda.get_device_name()
+    report = {"schema": "paceline-plan-check/2", "circumstances": asdict(Circumstances.now(gpu)), "dtype": given.dtype}
+    report |= {"optimizer": "adamw", "update": given.update, "steps": STEPS, "worst": worst, "results": results}
+    given.json.write_text(dump_json(report))
 
 
 if __name__ == "__main__":

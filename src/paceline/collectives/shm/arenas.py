@@ -2,7 +2,8 @@
 
 import ctypes
 import itertools
-from collections import deque
+from bisect import bisect_left, insort
+from collections import Counter, deque
 
 import torch
 
@@ -11,6 +12,7 @@ from paceline.collectives.shm.memfd import Descriptor
 
 KEPT_AT_MOST = 64 << 20  # bytes of one arena of the pool
 ALL_KEPT_AT_MOST = 256 << 20
+ROUNDED_UP = 1 << 20  # up to here sizes are rounded up to powers of two, beyond to multiples of it
 NOWHERE = -1  # in place of an arena: nothing to read
 
 
@@ -64,27 +66,40 @@ class Arenas:
 
 
 class ArenaPool:
-    """Arenas that are lent to one collective after another, by powers of two."""
+    """Arenas that are lent to one collective after another.
+
+    A large one is not kept before its size has been asked for again: most sizes of the start never come back.
+    """
 
     def __init__(self, arenas: Arenas) -> None:
         self._arenas = arenas
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._kept = 0
+        self._free: list[torch.Tensor] = []  # by size
+        self._asked: Counter[int] = Counter()  # how often, by powers of two
 
     def take(self, nbytes: int) -> torch.Tensor:
         size = max(memfd.PAGE, 1 << (nbytes - 1).bit_length())
-        free = self._free.get(size)
-        if not free:
-            return self._arenas.allocate(size, "a tensor that does not live in shared memory")
-        self._kept -= size
-        return free.pop()
+        self._asked[size] += 1
+        if size > ROUNDED_UP:
+            size = -(-nbytes // ROUNDED_UP) * ROUNDED_UP
+        at = bisect_left(self._free, size, key=torch.Tensor.numel)
+        if at < len(self._free) and self._free[at].numel() <= 2 * size:
+            return self._free.pop(at)
+        if at and 2 * self._free[at - 1].numel() >= size and self._comes_back(size):
+            del self._free[at - 1]  # the larger one will do in its place
+        return self._arenas.allocate(size, "a tensor that does not live in shared memory")
 
     def give(self, block: torch.Tensor) -> None:
         size = block.numel()
-        if size <= KEPT_AT_MOST and self._kept + size <= ALL_KEPT_AT_MOST:
-            self._kept += size
-            self._free.setdefault(size, []).append(block)
+        if self._comes_back(size) and self.kept + size <= ALL_KEPT_AT_MOST:
+            insort(self._free, block, key=torch.Tensor.numel)
+
+    def _comes_back(self, size: int) -> bool:
+        return size <= ROUNDED_UP or (size <= KEPT_AT_MOST and self._asked[1 << (size - 1).bit_length()] > 1)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that nobody uses at the moment."""
+        return sum(block.numel() for block in self._free)
 
     def clear(self) -> None:
         self._free.clear()
-        self._kept = 0

@@ -208,7 +208,9 @@ class Engine:
     def _finish(self, operation: Operation) -> None:
         self.mesh.finish()
         self._done.append(operation)
-        operation.over = operation.early
+        if operation.early:
+            operation.keep = operation.read = operation.crossing = None  # memory of the caller, who may free it now
+            operation.over = True
 
     def _complete(self, operation: Operation) -> None:
         if operation.after is not None:

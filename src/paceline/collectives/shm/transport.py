@@ -190,14 +190,18 @@ class ShmTransport:
         home, staged = flat.detach(), block[: flat.nbytes].view(flat.dtype).view(flat.shape)
         staged.copy_(home)
 
-        def after() -> None:
-            if read is None:
-                home.copy_(staged)
+        def give_back() -> None:
             self._pool.give(block)
+
+        def put_back() -> None:
+            home.copy_(staged)
+            give_back()
 
         found = self._arenas.find(block)
         assert found is not None
-        return self._start(Operation(call, *found, home, read, after, early=read is not None))
+        if read is None:
+            return self._start(Operation(call, *found, home, None, put_back))
+        return self._start(Operation(call, *found, None, read, give_back, early=True))
 
     def _start(self, operation: Operation, tags: Sequence[float] = ()) -> "_ShmWork":
         self._engine.start(operation)
