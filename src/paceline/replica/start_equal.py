@@ -23,7 +23,7 @@ from paceline.replica.monitor import ReplicaMonitor
 
 logger = logging.getLogger("paceline")
 
-CHUNK_BYTES = 250 * 1024 * 1024
+CHUNK_BYTES = 64 * 1024 * 1024  # a rank holds two copies of a chunk for a moment
 
 
 def check_same_model(replica: Any, init: str) -> None:
