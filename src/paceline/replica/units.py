@@ -66,8 +66,11 @@ class _Whole:
         self.shard.param.data = self._nan
 
     def allocate(self) -> None:
+        if not self.full.untyped_storage().nbytes():
+            self.full.untyped_storage().resize_(self._nbytes)
+
+    def show(self) -> None:
         self._put(self.shard.param, instead_of=self.shard.front)
-        self.full.untyped_storage().resize_(self._nbytes)
         self.shard.param.data = self.full
 
     def _put(self, param: Any, *, instead_of: Any) -> None:
@@ -88,6 +91,7 @@ class Unit:
         """`cuts`: of each parameter, one block per rank."""
         self.name = name
         self._wholes = list(wholes)
+        self._device = next((whole.full.device for whole in wholes), torch.device("cpu"))
         self.gathered = True
         by_type: dict[torch.dtype, list[int]] = {}
         for at, whole in enumerate(wholes):
@@ -102,21 +106,31 @@ class Unit:
                 [flat[begin:end] for flat, (begin, end) in zip(flats, own, strict=True) if end > begin] for own in spans
             ]
             homes = [wholes[at].shard.block for at in some]
-            self._gathers.append(BlockGather([home for home in homes if home.numel()], blocks, tag=number))
+            own = [home for home in homes if home.numel()]
+            self._gathers.append(BlockGather(own, blocks, tag=number, direct=True))
 
     def start(self, group: Group) -> None:
-        """Begin to gather the parameters, unless they are there."""
-        if not self.gathered:
-            for gather in self._gathers:
-                gather.start(group)
+        """Begin to gather the parameters, unless they are there. In shared memory they are read where they are, so the
+        memory for them has to be there already."""
+        if self.gathered:
+            return
+        if group.transport.traits(self._device).sharded:
+            self._allocate()
+        for gather in self._gathers:
+            gather.start(group)
+
+    def _allocate(self) -> None:
+        for whole in self._wholes:
+            whole.allocate()
 
     def gather(self, group: Group) -> None:
         """Have the parameters. All ranks call it, for the same units in the same order."""
         if self.gathered:
             return
         self.start(group)
+        self._allocate()
         for whole in self._wholes:
-            whole.allocate()
+            whole.show()
         self.gathered = True
         try:
             with torch.no_grad():
@@ -128,8 +142,11 @@ class Unit:
 
     def free(self) -> None:
         if self.gathered:
-            for whole in self._wholes:
-                whole.free()
+            self._free()
+
+    def _free(self) -> None:
+        for whole in self._wholes:
+            whole.free()
         self.gathered = False
 
     def follow_update(self, group: Group) -> None:
@@ -137,7 +154,7 @@ class Unit:
         for gather in self._gathers:
             gather.discard(group)
             gather.version += 1
-        self.free()
+        self._free()
 
     def keep_changes(self) -> None:
         """Take over what was done to the parameters while they were there."""
