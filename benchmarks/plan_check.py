@@ -2,7 +2,7 @@
 
     python benchmarks/plan_check.py --device cpu --json benchmarks/<date>-<hardware>-plan.json
     python benchmarks/plan_check.py --device cuda --dtype bf16-master --json ...     # two NCCL ranks may share one GPU
-    python benchmarks/plan_check.py --held                    # bytes per parameter when backward has ended, by placement
+    python benchmarks/plan_check.py --held        # bytes per parameter when backward has ended, by placement
 
 On the CPU every case has fresh processes: each trains a tiny model first, notes its memory, builds the model, wraps it,
 trains, and tells the highest point from building to the end: growth of the resident set, or `max_memory_allocated` on a
@@ -219,7 +219,9 @@ def planned(case: Case, ranks: int) -> dict[str, Any]:
 
 def conduct(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Every case beside its plan. One that fails has an error."""
-    say(f"{'model':<16}{'placement':<11}{'batch':>5}{'measured':>11}{'plan':>11}{'off':>8}{'closed form':>13}{'off':>8}")
+    say(
+        f"{'model':<16}{'placement':<11}{'batch':>5}{'measured':>11}{'plan':>11}{'off':>8}{'closed form':>13}{'off':>8}"
+    )
     asked = cases(given)
     # On a GPU, where freed memory leaves no holes, one set of processes is enough.
     jobs = [asked] if given.device == "cuda" else [[case] for case in asked]

@@ -131,10 +131,17 @@ def test_parameters_in_shards_are_gathered_by_unit() -> None:
     plan = gpt2(dtype="bf16-master", placement="zero3", ranks=4, layers=12, width=768, heads=12)
     root, unit = 124_000_000 - 12 * 12 * 768**2, 12 * 768**2
     backward = {line.name: line.nbytes for line in plan.by_ranks[0].moments[0].lines}
-    assert backward["gathered parameters"] == 2 * (root + unit)
+    assert backward["gathered parameters"] == 2 * (root + 2 * unit)
     assert backward["unit fetched ahead"] == 2 * unit + 2 * unit // 4
     assert held(plan, 4)["gradient buckets"] == 2 * 2 * root
-    assert "wrapping the model" in {moment.name for moment in plan.by_ranks[0].moments}
+    starts = [
+        {
+            moment.name: moment
+            for moment in gpt2(dtype="bf16-master", placement="zero3", ranks=4, meta=meta).at(4).moments
+        }
+        for meta in (False, True)
+    ]
+    assert "wrapping the model" in starts[0] and "wrapping the model" not in starts[1]
 
 
 def test_each_placement_needs_less_than_the_one_before() -> None:

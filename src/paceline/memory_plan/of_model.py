@@ -50,11 +50,12 @@ def plan(
         dtype: "float32", "bf16" (autocast), "bf16-master" or "bf16-pure"; by default what the parameters have.
         device: "cpu" or "cuda"; by default where the parameters are.
         units: for placement="zero3", as passed to DistributedDataParallel.
-        **setup: the other fields of `TrainingSetup`: ranks (one world size, or several; 1 by default), placement
-            ("ddp", "zero1", "zero2" or "zero3", as passed to DistributedDataParallel), accumulate
-            (microbatches of one step), lanes (as passed to DistributedDataParallel), device_memory (bytes, or "24GiB":
-            then the plan says whether the model fits and the largest batch that does), link_gbit and backward_s (a
-            rank's link and the time of its backward: then the plan says what stays exposed).
+        **setup: the other fields of `TrainingSetup`: ranks (one world size, or several; 1 by default), placement,
+            shard, lanes and reduce_dtype (as passed to DistributedDataParallel; types by name), master (as passed to
+            `model.optimizer`), meta (whether training starts from the meta device; by default whether this model is
+            there), accumulate (microbatches of one step), device_memory (bytes, or "24GiB": then the plan says whether
+            the model fits and the largest batch that does), link_gbit and backward_s (a rank's link and the time of its
+            backward: then the plan says what stays exposed).
     """
     model = bare(model)
     params = list(model.named_parameters())
@@ -62,10 +63,12 @@ def plan(
         raise PlanError(f"model: expected a module with parameters, {type(model).__name__} has none")
     if unknown := setup.keys() - set(OTHER_SETTINGS):
         raise TypeError(f"plan() has no argument {', '.join(sorted(unknown))}; expected {', '.join(OTHER_SETTINGS)}")
+    for key in setup.keys() & {"master", "reduce_dtype"}:
+        setup[key] = None if setup[key] is None else str(setup[key]).removeprefix("torch.")
     name, update, groups = _optimizer(optimizer, foreach, fused)
     own_device = "cuda" if params[0][1].device.type == "cuda" else "cpu"  # the meta device stands for the CPU
     how = TrainingSetup(
-        **{"ranks": 1, **setup},
+        **{"ranks": 1, "meta": params[0][1].device.type == "meta", **setup},
         dtype=dtype if dtype is not None else _dtype_name(params[0][1]),
         optimizer=name,
         update=update,

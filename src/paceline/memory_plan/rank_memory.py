@@ -3,7 +3,7 @@
 A planner, `closed_form` or `of_model`, gives the numbers of a model and of a batch. Every line of a plan is made here.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from paceline.memory_plan.numbers import show_bytes
@@ -22,6 +22,8 @@ INTERPRETER_BYTES = 384 * MIB
 HEAP_HOLES = 0.15
 LIBRARY_BYTES = 8 * MIB
 PIECE_BYTES = 16 * MIB  # of parameters that are gathered at a time after an update
+PIECES_AT_A_TIME = 4  # two that are gathered, and two that other ranks have yet to read
+CHUNK_BYTES = 64 * MIB  # of parameters that rank 0 sends at a time when replicas start equal
 MOST_RANKS = 1024  # that are tried when a model does not fit
 
 
@@ -81,7 +83,8 @@ def plan_ranks(
         if setup.device_memory is not None and found.total_with_outside > setup.device_memory:
             found = replace(found, instead=_what_fits(model, current, setup, ranks))
         plans.append(found)
-    how = f"{setup.dtype}, {setup.optimizer} ({setup.update_kind}), {setup.device}, {setup.placement}"
+    over = "" if setup.shard is None else f" over {setup.shard} ranks"
+    how = f"{setup.kind}, {setup.optimizer} ({setup.update_kind}), {setup.device}, {setup.placement}{over}"
     subject = f"{model.name}, {how}"
     return MemoryPlan(
         subject, setup.convention, model.count, batch, setup.device, tuple(plans), setup.device_memory, tuple(notes)
@@ -95,7 +98,8 @@ def _what_fits(model: ModelMemory, batch: BatchMemory | None, setup: TrainingSet
     def needs(placement: str, ranks: int) -> int | None:
         """Bytes, if they fit."""
         asked = replace(setup, placement=placement, ranks=(1,))
-        if (setup.lanes is not None and setup.lanes < ranks) or not asked.deals_evenly(ranks):
+        too_few = setup.lanes is not None and setup.lanes < ranks
+        if too_few or not asked.deals_evenly(ranks) or ranks % asked.parts(ranks):
             return None
         total = max(moment.total for moment in _moments(model, batch, asked, ranks)) + _total(
             _outside(setup.device, ranks)
@@ -128,56 +132,98 @@ def largest_that(fits: Callable[[int], bool], limit: int = 2**24) -> int:
 
 
 def _moments(model: ModelMemory, batch: BatchMemory | None, setup: TrainingSetup, ranks: int) -> tuple[StepMoment, ...]:
-    """The points at which memory may be highest: the start, some of forward and backward, and the update."""
-    parameters = _parameters(model, setup, ranks)
-    in_buckets = ranks > 1 or setup.lanes is not None
-    gradients, states, update = (
-        _gradients(model, setup, ranks),
-        _states(model, setup, ranks),
-        _update(model, setup, ranks),
-    )
+    """The points at which memory may be highest: some of forward and backward, the update, and the start."""
+    parameters, gradients = _parameters(model, setup, ranks), _gradients(model, setup, ranks)
+    states, update = _states(model, setup, ranks), _update(model, setup, ranks)
     always = _present(
         MemoryLine("buffers", model.buffer_bytes, "of the model"),
         MemoryLine("cuBLAS workspaces", model.workspace_bytes, "one for forward, one for backward"),
     )
-    rest = states + always + ((batch.inputs,) if batch is not None else ())
+    rest = (*states, *always, *_staging(model, setup, ranks), *((batch.inputs,) if batch is not None else ()))
     # Buckets are made once and lie apart; gradients that autograd makes come from malloc, again and again.
-    scattered = 0 if in_buckets else model.heap_share * model.gradient_bytes
+    scattered = 0 if _in_buckets(setup, ranks) else model.heap_share * model.gradient_bytes
     lasting = model.heap_share * _total([parameters, *(line for line in states if line.name != "master")])
     beside = _beside(setup.device, lasting + scattered + model.heap_share * _total(update))
     last = [StepMoment("optimizer step", _present(parameters, *gradients, *rest, *update, *beside))]
     if pieces := _pieces(model, setup, ranks):
         beside = _beside(setup.device, lasting)
         last.append(StepMoment("gather after the update", _present(parameters, *gradients, *rest, *pieces, *beside)))
-    if setup.shards("parameters", ranks):
-        whole = MemoryLine("whole parameters", model.parameter_bytes, "of which the shards are taken")
-        beside = _beside(setup.device, lasting + model.heap_share * model.parameter_bytes)
-        last.append(StepMoment("wrapping the model", _present(parameters, whole, *always, *beside)))
+    if wrapping := _wrapping(model, setup, ranks):
+        beside = _beside(setup.device, model.heap_share * model.parameter_bytes)
+        last.append(StepMoment("wrapping the model", _present(*wrapping, *always, *beside)))
     if batch is None:
         return tuple(last)
-    steady = in_buckets or setup.accumulate > 1
-    waiting, gathered = _waiting(model, setup, ranks), _gathered(model, setup, ranks)
     found = []
-    for name, height in batch.steady if steady else batch.fresh:
+    for name, height, reduced in _heights(batch, setup, ranks):
         moving = dict(height.by_kind)
-        made, in_heap = moving.pop(GRADIENTS, 0), lasting + height.in_heap + model.heap_share * _total(gathered)
-        if steady:
-            in_transit = MemoryLine("gradients in transit", made + waiting, "made, and not yet in their place")
-            held, in_heap = (*gradients, *_present(in_transit)), in_heap + scattered + model.heap_share * waiting
-        else:
-            formula = "made so far" if made else "none yet: backward makes them one by one"
-            held = (MemoryLine(GRADIENTS, made, formula),)
+        made = moving.pop(GRADIENTS, 0)
+        passing = _passing(model, setup, ranks, made, reduced=reduced)
+        in_heap = lasting + height.in_heap + model.heap_share * _total(passing)
+        held = passing
+        if reduced or _in_buckets(setup, ranks) or setup.accumulate > 1:
+            held, in_heap = (*gradients, *passing), in_heap + scattered
         followed = "followed with tensors that have no memory"
         kinds = [MemoryLine(kind, size, batch.formulas.get(kind, followed)) for kind, size in moving.items()]
-        lines = (parameters, *gathered, *held, *rest, *_present(*kinds, *_beside(setup.device, in_heap)))
+        lines = (parameters, *held, *rest, *_present(*kinds, *_beside(setup.device, in_heap)))
         found.append(StepMoment(name, lines))
     return (*found, *last)
+
+
+def _in_buckets(setup: TrainingSetup, ranks: int) -> bool:
+    """Whether gradients have memory all the time."""
+    return ranks > 1 or setup.lanes is not None
+
+
+def _heights(batch: BatchMemory, setup: TrainingSetup, ranks: int) -> Iterator[tuple[str, Height, bool]]:
+    """The highest points, and whether gradients that are made before one have copies that are still under way."""
+    if not _in_buckets(setup, ranks) and setup.accumulate == 1:
+        yield from ((name, height, False) for name, height in batch.fresh)
+        return
+    yield from ((name, height, False) for name, height in batch.steady)
+    if _copies_per_gradient(setup, ranks) and not setup.shards(GRADIENTS, ranks):
+        yield from ((f"{name}, buckets under way", height, True) for name, height in batch.fresh)
+
+
+def _passing(
+    model: ModelMemory, setup: TrainingSetup, ranks: int, made: int, *, reduced: bool
+) -> tuple[MemoryLine, ...]:
+    """What there is for a time during backward, beside activations, with so many bytes of gradients made.
+
+    `reduced`: they are in their buckets, which are all under way.
+    """
+    if not _in_buckets(setup, ranks) and setup.accumulate == 1:
+        words = "made so far" if made else "none yet: backward makes them one by one"
+        return (MemoryLine(GRADIENTS, made, words),)
+    copies = _copies_per_gradient(setup, ranks)
+    words = "made, and not yet in their place"
+    turn = 2 * (setup.precision.gradient * model.unit if setup.shards("parameters", ranks) else model.bucket_bytes)
+    under_way = made if reduced else turn if setup.shards(GRADIENTS, ranks) else 0
+    return _present(
+        *_gathered(model, setup, ranks),
+        MemoryLine("gradients in transit", 0 if reduced else max(made, _waiting(model, setup, ranks)), words),
+        MemoryLine(
+            "copies of buckets under way", int(copies * under_way), f"{copies:.3g} × {under_way:,}: sent and received"
+        ),
+    )
+
+
+def _copies_per_gradient(setup: TrainingSetup, ranks: int) -> float:
+    """Bytes beside a bucket while it is reduced, for each of its own: of what is sent and received in other memory, or
+    in another type."""
+    own, wire = setup.precision.gradient, setup.wire_bytes
+    if ranks == 1 or setup.lanes is not None:
+        return 0.0
+    if not setup.shards("states", ranks):
+        return 0.0 if wire == own else wire / own
+    if setup.device == "cpu":  # shards are reduced where they are, half precision in float32
+        return wire / own if wire < own else 0.0
+    return min(wire, own) / own + wire / own / setup.parts(ranks)
 
 
 def _parameters(model: ModelMemory, setup: TrainingSetup, ranks: int) -> MemoryLine:
     size, count, nbytes = setup.precision.parameter, model.count, model.parameter_bytes
     if setup.shards("parameters", ranks):
-        count = model.owned(ranks) + model.count - model.trained
+        count = model.owned(setup.parts(ranks)) + model.count - model.trained
         nbytes = nbytes * count // model.count
     return MemoryLine("parameters", nbytes, _sum(size, count, nbytes))
 
@@ -186,22 +232,50 @@ def _gathered(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Mem
     """What is gathered for a time where parameters are in shards."""
     if not setup.shards("parameters", ranks):
         return ()
-    size = setup.precision.parameter
-    ahead = size * model.unit + size * model.unit // ranks
+    size, parts = setup.precision.parameter, setup.parts(ranks)
+    ahead, words = size * model.unit, f"{size} × {model.unit:,}"
+    if setup.device != "cpu":  # in shared memory they are read where they are
+        ahead, words = ahead + ahead // parts, f"{words} × (1 + 1/{parts}): received, and sent"
+    formula = f"{size} × ({model.root:,} + 2 × {model.unit:,}): the root, and two units where one follows the other"
     return _present(
-        MemoryLine(
-            "gathered parameters",
-            size * (model.root + model.unit),
-            f"{size} × ({model.root:,} + {model.unit:,}): the root, and the unit that runs",
-        ),
-        MemoryLine("unit fetched ahead", ahead, f"{size} × {model.unit:,} × (1 + 1/{ranks}): received, and sent"),
+        MemoryLine("gathered parameters", size * (model.root + 2 * model.unit), formula),
+        MemoryLine("unit fetched ahead", ahead, words),
+    )
+
+
+def _staging(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
+    """Memory that ranks of one host share, for parameters on their way to the others: it is kept."""
+    if setup.device != "cpu" or not setup.shards("states", ranks):
+        return ()
+    size, parts = setup.precision.parameter, setup.parts(ranks)
+    if setup.shards("parameters", ranks):
+        nbytes, words = size * (model.root + 2 * model.unit), "the root and two units"
+    else:
+        nbytes = min(_piece(model, setup) + (PIECES_AT_A_TIME - 1) * PIECE_BYTES, model.parameter_bytes)
+        words = f"{PIECES_AT_A_TIME} pieces"
+    return (MemoryLine("staging in shared memory", nbytes // parts, f"{nbytes:,} / {parts}: {words}"),)
+
+
+def _wrapping(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
+    """What there is while ranks take the values of rank 0, and their shards of them."""
+    in_shards = setup.shards("parameters", ranks)
+    if ranks == 1 or (in_shards and setup.meta):
+        return ()
+    copies = 2 if setup.device == "cpu" else 1
+    chunk = min(CHUNK_BYTES + setup.precision.parameter * model.largest, model.parameter_bytes)
+    whole = MemoryLine("parameters", model.parameter_bytes, f"{model.count:,} elements, whole")
+    shards = _parameters(model, setup, ranks).nbytes if in_shards else 0
+    return _present(
+        whole,
+        MemoryLine("shards of parameters", shards, "taken from them"),
+        MemoryLine("values from rank 0", copies * chunk, f"{copies} × {chunk:,}"),
     )
 
 
 def _gradients(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
     """Gradients where their memory is there all the time: buckets of several ranks or lanes, or shards of them."""
     if setup.shards(GRADIENTS, ranks):
-        owned = model.owned(ranks)
+        owned = model.owned(setup.parts(ranks))
         nbytes = model.gradient_bytes * owned // model.trained
         bucket = _bucket(model, setup, ranks)
         before = model.gradient_bytes if setup.accumulate > 1 else 0
@@ -228,10 +302,9 @@ def _bucket(model: ModelMemory, setup: TrainingSetup, ranks: int) -> int:
 
 def _waiting(model: ModelMemory, setup: TrainingSetup, ranks: int) -> int:
     """Bytes of gradients that stay as backward has made them until all of their bucket are there: buckets that have
-    memory in turn are filled at once."""
-    if not setup.shards(GRADIENTS, ranks) or setup.accumulate > 1:
-        return 0
-    return setup.precision.gradient * model.unit if setup.shards("parameters", ranks) else model.bucket_bytes
+    memory in turn are filled at once. With parameters in shards that is over when two units are there."""
+    turns = setup.shards(GRADIENTS, ranks) and not setup.shards("parameters", ranks)
+    return model.bucket_bytes if turns and setup.accumulate == 1 else 0
 
 
 def _states(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
@@ -239,20 +312,20 @@ def _states(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Memor
     count = _updated(model, setup, ranks)
     return tuple(
         MemoryLine(name, size * count, times(size, count))
-        for name, size in bytes_per_parameter(setup.dtype, setup.optimizer).items()
+        for name, size in bytes_per_parameter(setup.kind, setup.optimizer).items()
         if name not in ("parameters", GRADIENTS)
     )
 
 
 def _updated(model: ModelMemory, setup: TrainingSetup, ranks: int) -> int:
     """Elements that the optimizer of a rank updates."""
-    return model.owned(ranks) if setup.shards("states", ranks) else model.trained
+    return model.owned(setup.parts(ranks)) if setup.shards("states", ranks) else model.trained
 
 
 def _update(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
     """What the optimizer's step needs for a moment, by the way it updates parameters."""
     precision, cost, count = setup.precision, setup.optimizer_cost, _updated(model, setup, ranks)
-    parts = ranks if setup.shards("states", ranks) else 1
+    parts = setup.parts(ranks) if setup.shards("states", ranks) else 1
     copies, elements, words = {
         "fused": (0, 0, "fused: none"),
         "foreach": (cost.foreach_copies, model.in_group // parts, "foreach, all parameters of a group at once"),
@@ -269,12 +342,17 @@ def _update(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Memor
 
 def _pieces(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
     """Pieces of parameters on their way to other ranks after an update, two at a time."""
-    if not setup.shards("states", ranks) or setup.shards("parameters", ranks):
+    in_place = setup.device == "cpu"  # in shared memory they are read where they are: see `_staging`
+    if in_place or not setup.shards("states", ranks) or setup.shards("parameters", ranks):
         return ()
-    piece = min(max(PIECE_BYTES, setup.precision.parameter * model.largest), model.parameter_bytes)
-    sent = piece // ranks
-    received = 0 if setup.device == "cpu" else piece  # in shared memory they are read where they are
-    return (MemoryLine("pieces of parameters", 2 * (sent + received), f"2 × ({sent:,} sent + {received:,} received)"),)
+    piece = _piece(model, setup)
+    sent = piece // setup.parts(ranks)
+    return (MemoryLine("pieces of parameters", 2 * (sent + piece), f"2 × ({sent:,} sent + {piece:,} received)"),)
+
+
+def _piece(model: ModelMemory, setup: TrainingSetup) -> int:
+    """Bytes of the largest one."""
+    return min(max(PIECE_BYTES, setup.precision.parameter * model.largest), model.parameter_bytes)
 
 
 def _beside(device: str, in_heap: float) -> tuple[MemoryLine, ...]:
@@ -295,32 +373,34 @@ def _outside(device: str, ranks: int) -> tuple[MemoryLine, ...]:
 
 
 def traffic_of(model: ModelMemory, setup: TrainingSetup, ranks: int) -> Traffic:
-    """What a rank sends in one step. Gradients are summed and spread, or each sum goes to its owner alone. Parameters
-    in shards are gathered for every forward and backward, others once, after the update."""
+    """What a rank sends in one step. Gradients are summed and spread, or each sum goes to its owner alone, and from
+    there to those who own the same. Parameters in shards are gathered for every forward and backward, others once,
+    after the update."""
     speed = None if setup.link_gbit is None else setup.link_gbit * 1e9 / 8
-    lanes = setup.lanes is not None
-    spread = 2 if lanes or not setup.shards("states", ranks) else 1
+    scattered = setup.shards("states", ranks) and setup.lanes is None
+    parts = setup.parts(ranks) if setup.shards("states", ranks) else 1
     times_gathered = 0
     if setup.shards("parameters", ranks):
         times_gathered = 2 * setup.accumulate * (-(-(setup.lanes or ranks) // ranks))
     elif setup.shards("states", ranks):
         times_gathered = 1
-    gathered = f" + {times_gathered} × parameters" if times_gathered else ""
-    formula = f"({ranks} − 1)/{ranks} × ({spread} × gradients{gathered})"
-
-    def sent(nbytes: int) -> int:
-        return nbytes * (ranks - 1) // ranks
-
-    gradients, parameters = spread * model.gradient_bytes, times_gathered * model.parameter_bytes
-    in_forward = parameters // 2 if times_gathered > 1 else 0
+    own, wire = setup.precision.gradient, setup.wire_bytes
+    summed = model.gradient_bytes * wire // own
+    twins = ranks // parts if scattered else ranks
+    spread = 2 * summed * (twins - 1) // twins // (parts if scattered else 1)
+    to_owners = model.gradient_bytes * min(own, wire) // own * (parts - 1) // parts if scattered else 0
+    gathered = times_gathered * model.parameter_bytes * (parts - 1) // parts
+    terms = [f"({twins} − 1)/{twins} × 2 × gradients" + (f"/{parts}" if scattered else "")] if twins > 1 else []
+    if inside := (["gradients"] if scattered else []) + ([f"{times_gathered} × parameters"] if gathered else []):
+        terms.append(f"({parts} − 1)/{parts} × ({' + '.join(inside)})")
     return Traffic(
-        sent_bytes=sent(gradients + parameters),
-        last_bucket_bytes=sent(spread * model.last_bucket_bytes),
+        sent_bytes=spread + to_owners + gathered,
+        last_bucket_bytes=(spread + to_owners) * model.last_bucket_bytes // max(1, model.gradient_bytes),
         link_bytes_per_s=speed,
         backward_s=setup.backward_s,
-        in_forward_bytes=sent(in_forward),
-        alone_bytes=sent(parameters) if times_gathered == 1 else 0,
-        formula=formula,
+        in_forward_bytes=gathered // 2 if times_gathered > 1 else 0,
+        alone_bytes=gathered if times_gathered == 1 else 0,
+        formula=" + ".join(terms),
     )
 
 

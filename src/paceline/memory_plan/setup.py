@@ -8,6 +8,7 @@ from paceline.blocks import aligned_blocks, lanes_of
 from paceline.memory_plan.numbers import PlanError, parse_bytes, parse_count, parse_list, parse_positive
 
 DEVICES = ("cpu", "cuda")
+WIRE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of an element, by the type in which gradients are summed
 UPDATES = ("auto", "foreach", "fused", "loop")
 PLACEMENTS = ("ddp", "zero1", "zero2", "zero3")  # each shards one thing more: optimizer state, gradients, parameters
 
@@ -104,6 +105,27 @@ class TrainingSetup:
         one_of(PLACEMENTS),
         group="Training",
     )
+    shard: int | None = setting(
+        None,
+        "shards over so many consecutive ranks, with replicas between; by default over all",
+        parse_count,
+        group="Training",
+    )
+    meta: bool = setting(
+        False,
+        "the model starts on the meta device: under zero3 no rank ever holds the whole",
+        lambda _, value: bool(value),
+        group="Training",
+    )
+    master: str | None = setting(
+        None, "float32: master weights, for parameters in bfloat16", one_of(("float32",)), group="Training"
+    )
+    reduce_dtype: str | None = setting(
+        None,
+        f"one of {', '.join(WIRE_BYTES)}: in what gradients are summed; by default as they are",
+        one_of(WIRE_BYTES),
+        group="Training",
+    )
     update: str = setting("auto", f"how the optimizer updates: {', '.join(UPDATES)}", one_of(UPDATES), group="Training")
     device: str = setting("cuda", f"one of {', '.join(DEVICES)}", one_of(DEVICES), group="Machine")
     device_memory: int | None = setting(
@@ -123,6 +145,10 @@ class TrainingSetup:
             raise PlanError(f"update='fused': {self.optimizer} has no fused step; expected foreach, loop or auto")
         if self.lanes is not None and self.lanes < max(self.ranks):
             raise PlanError(f"lanes={self.lanes}: expected at least one for each of {max(self.ranks)} ranks")
+        if self.shard not in (None, 1) and self.placement == "ddp":
+            raise PlanError(f"shard={self.shard}: placement='ddp' makes no shards; expected zero1, zero2 or zero3")
+        if torn := [ranks for ranks in self.ranks if ranks % self.parts(ranks)]:
+            raise PlanError(f"shard={self.shard}: expected a divisor of the number of ranks, {torn[0]}")
         if uneven := [ranks for ranks in self.ranks if not self.deals_evenly(ranks)]:
             raise PlanError(
                 f"lanes={self.lanes} with placement='zero3': expected a multiple of {uneven[0]} ranks, which gather "
@@ -137,11 +163,27 @@ class TrainingSetup:
         """Whether each of so many ranks keeps its shards only of optimizer "states", "gradients" or "parameters"."""
         if what == "gradients" and self.lanes is not None:
             return False  # the sums of earlier lanes need memory for all of them anyway
-        return ranks > 1 and PLACEMENTS.index(self.placement) > ("states", "gradients", "parameters").index(what)
+        return self.parts(ranks) > 1 and PLACEMENTS.index(self.placement) > ("states", "gradients", "parameters").index(
+            what
+        )
+
+    def parts(self, ranks: int) -> int:
+        """Over how many of so many ranks shards are made. The others hold the same shards."""
+        return ranks if self.shard is None else min(self.shard, ranks)
+
+    @property
+    def kind(self) -> str:
+        """The precision that is meant, by its name in `PRECISIONS`."""
+        return "bf16-master" if self.master is not None and self.dtype == "bf16-pure" else self.dtype
 
     @property
     def precision(self) -> Precision:
-        return PRECISIONS[self.dtype]
+        return PRECISIONS[self.kind]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Of one element of a gradient, where it is summed."""
+        return self.precision.gradient if self.reduce_dtype is None else WIRE_BYTES[self.reduce_dtype]
 
     @property
     def optimizer_cost(self) -> OptimizerCost:
@@ -155,16 +197,17 @@ class TrainingSetup:
     @property
     def convention(self) -> str:
         """`parameters 4 + gradients 4 + (m 4 + v 4) / N = 8 + 8 / N bytes per parameter`, and what that means."""
-        parts = bytes_per_parameter(self.dtype, self.optimizer)
+        parts = bytes_per_parameter(self.kind, self.optimizer)
         kinds = {name: name if name in ("parameters", "gradients") else "states" for name in parts}
-        cut = {name: size for name, size in parts.items() if self.shards(kinds[name], 2)}
+        cut = {name: size for name, size in parts.items() if self.shards(kinds[name], max(2, *self.ranks))}
+        over = "N" if self.shard is None else str(self.shard)
         kept = {name: size for name, size in parts.items() if name not in cut}
         terms, sums = [f"{name} {size}" for name, size in kept.items()], [str(sum(kept.values()))] if kept else []
         if cut:
-            terms.append(f"({' + '.join(f'{name} {size}' for name, size in cut.items())}) / N")
-            sums.append(f"{sum(cut.values())} / N")
+            terms.append(f"({' + '.join(f'{name} {size}' for name, size in cut.items())}) / {over}")
+            sums.append(f"{sum(cut.values())} / {over}")
         summed = f"{' + '.join(terms)} = {' + '.join(sums)} bytes per parameter"
-        return f"{summed} ({self.dtype}: {self.precision.words})"
+        return f"{summed} ({self.kind}: {self.precision.words})"
 
     def lane_copies(self, ranks: int) -> int:
         """How many sums of earlier lanes a rank holds at most: one for each block of those that it has run."""
