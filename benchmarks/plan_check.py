@@ -203,14 +203,19 @@ def planned(case: Case, ranks: int) -> dict[str, Any]:
         **shared,
     ).plan()
     peak = found.by_ranks[0].peak
+    moments = {moment.name: moment for moment in found.by_ranks[0].moments}
+    at_update = {line.name: line.nbytes for line in moments["optimizer step"].lines}
     return {
+        "kept": found.convention.split(" = ")[1].split(" bytes")[0],
+        "kept_bytes": sum(at_update.get(name, 0) for name in ("parameters", "gradients", "master", "m", "v")),
+        "lines_at_update": at_update,
         "parameters": found.parameters,
         "ranks": ranks,
         "planned_bytes": found.total,
         "peak_moment": peak.name,
         "closed_form_bytes": closed.total,
         "lines": {line.name: line.nbytes for line in peak.lines},
-        "moments": {moment.name: moment.total for moment in found.by_ranks[0].moments},
+        "moments": {name: moment.total for name, moment in moments.items()},
     }
 
 
@@ -219,8 +224,11 @@ def planned(case: Case, ranks: int) -> dict[str, Any]:
 
 def conduct(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Every case beside its plan. One that fails has an error."""
+    names = f"{'model':<16}{'placement':<11}"
     say(
-        f"{'model':<16}{'placement':<11}{'batch':>5}{'measured':>11}{'plan':>11}{'off':>8}{'closed form':>13}{'off':>8}"
+        names
+        if given.held
+        else f"{names}{'batch':>5}{'measured':>11}{'plan':>11}{'off':>8}{'closed form':>13}{'off':>8}"
     )
     asked = cases(given)
     # On a GPU, where freed memory leaves no holes, one set of processes is enough.
@@ -231,7 +239,7 @@ def conduct(given: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             for found in rows:
                 results.append(found)
-                show(found)
+                show_held(found) if given.held else show(found)
         except RuntimeError as error:
             say(f"{job[0].name} as {job[0].placement}, batch {job[0].batch}: {str(error).strip().splitlines()[-1]}")
             results.append({**asdict(job[0]), "error": str(error)})
@@ -243,6 +251,20 @@ def show(found: dict[str, Any]) -> None:
     say(
         f"{found['name']:<16}{found['placement']:<11}{found['batch']:>5}{mib(found['measured_bytes']):>11}"
         f"{mib(found['planned_bytes']):>11}{off:>+8.1%}{mib(found['closed_form_bytes']):>13}{closed_off:>+8.1%}"
+    )
+
+
+def show_held(found: dict[str, Any]) -> None:
+    """Bytes per parameter when backward has ended, beside what a placement should take, and the peak."""
+    count, ranks = found["parameters"], found["ranks"]
+    expected, words = found["kept_bytes"] / count, found["kept"]
+    buckets = found["lines_at_update"].get("gradient buckets", 0) / count
+    held = (found["held_bytes"] - found["before_bytes"]) / count
+    more = f" + {buckets:.2f}" if buckets else ""
+    say(
+        f"{found['name']:<16}{found['placement']:<11}{held:>8.2f} held, {expected:.2f}{more} expected on {ranks} ranks "
+        f"({words}{', two buckets' if buckets else ''}): {held / (expected + buckets) - 1:+.1%}; "
+        f"{found['measured_bytes'] / count:.2f} at the peak"
     )
 
 
@@ -264,12 +286,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of models, comma-separated")
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="comma-separated")
     parser.add_argument("--batches", default="", help="comma-separated")
+    parser.add_argument("--held", action="store_true", help="bytes per parameter held when backward has ended")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
         run_rank(*json.loads(given.rank))
         return 0
+    if given.held:
+        given.dtype = "bf16-master"
+        given.only = given.only or ("63m" if given.device == "cpu" else "gpt2-medium")
+        given.batches = given.batches or str(BATCHES[given.device][0])
     results = conduct(given)
     good = [result for result in results if "error" not in result]
     worst = max(abs(result["planned_bytes"] / result["measured_bytes"] - 1) for result in good) if good else 1.0

@@ -71,7 +71,8 @@ class TrainOutput(Listener):
             self._print(f"run: {self._folder.path}")
         elif kind == "checked":
             planned, measured = fields["planned"] / 2**20, fields["measured"] / 2**20
-            self._print(f"memory of a rank: {planned:,.0f} MiB planned, {measured:,.0f} MiB measured")
+            off = f"the plan is {planned / measured - 1:+.0%}"
+            self._print(f"memory of a rank: {planned:,.0f} MiB planned, {measured:,.0f} MiB measured: {off}")
             if fields["difference"] is not None:
                 self._print(f"gradients against one process: largest difference {fields['difference']:.1e}")
         elif kind == "held_out":

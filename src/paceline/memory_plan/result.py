@@ -133,6 +133,14 @@ class MemoryPlan:
             )
         return all(plan.total_with_outside <= available for plan in self.by_ranks)
 
+    def check_fits(self, device_bytes: int | None = None) -> None:
+        """Raise `PlanError`, with what would fit, if some rank does not fit on its device."""
+        if not self.fits(device_bytes):
+            from paceline.memory_plan.table import verdict
+
+            device_bytes = self.device_bytes if device_bytes is None else device_bytes
+            raise PlanError("; ".join([*verdict(self, device_bytes), self.subject]))
+
     def against(self, measured_bytes: int, *, ranks: int | None = None) -> str:
         """This plan beside a measurement of the second step or a later one, as a table.
 

@@ -13,7 +13,7 @@ def render(plan: MemoryPlan) -> str:
     ]
     return "\n".join(
         [
-            *_grouped(plan, "", lambda item: _verdict(item, plan.device_bytes)),
+            *verdict(plan, plan.device_bytes),
             "",
             plan.subject,
             plan.convention,
@@ -25,6 +25,11 @@ def render(plan: MemoryPlan) -> str:
             *plan.notes,
         ]
     )
+
+
+def verdict(plan: MemoryPlan, device_bytes: int | None) -> list[str]:
+    """Whether the ranks fit on such a device, and what would if they do not."""
+    return _grouped(plan, "", lambda item: _verdict(item, device_bytes))
 
 
 def against(plan: MemoryPlan, measured_bytes: int, *, ranks: int | None = None) -> str:

@@ -1,9 +1,9 @@
-"""Two checks of every run: its memory against the plan, and its gradients against those of one process.
-
-They come after the first steps, so that the first step starts as soon as it can.
+"""Checks of every run: whether its device is large enough, before anything is built; and after the first steps, so that
+these start as soon as they can, its memory against the plan and its gradients against those of one process.
 """
 
 import copy
+import os
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 import paceline
 from paceline.memory_plan.closed_form import PlanSettings
 from paceline.memory_plan.measured import Peak
+from paceline.memory_plan.result import MemoryPlan
 from paceline.rank_report import report
 from paceline.train.config import TrainConfig
 from paceline.train.model import GPT
@@ -18,6 +19,7 @@ from paceline.train.samples import Sample, Text
 from paceline.train.sizes import SIZES
 
 SETTLED_AFTER = 3  # steps: by then the optimizer has its states and the buckets have their place
+PLAN_MAY_BE_OFF = 1.1  # so much too high
 
 
 class Checks:
@@ -41,7 +43,7 @@ class Checks:
         if self._steps == SETTLED_AFTER:
             self.measured = self._peak.nbytes() + self._net_bytes
             if self._world.rank == 0:
-                self.planned = planned_bytes(self._net, config, text, self._world)
+                self.planned = memory_plan(config, text, self._world).total
             if config.placement != "zero3":  # it takes copies of the whole model
                 self.difference = gradient_difference(self._net, samples_to_compare(text, self._world))
             report("checked", planned=self.planned, measured=self.measured, difference=self.difference)
@@ -55,9 +57,22 @@ def warm_up(device: torch.device) -> None:
     torch.optim.AdamW(net.parameters(), fused=True).step()
 
 
-def planned_bytes(net: nn.Module, config: TrainConfig, text: Text, world: paceline.World) -> int:
-    """The peak of one rank as `paceline plan` predicts it from the numbers of the model."""
+def check_device(config: TrainConfig, text: Text, world: paceline.World) -> None:
+    """Raise on every rank, with what would fit, if this run needs more memory than there is."""
+    if world.device.type == "cuda":
+        there = int(torch.cuda.get_device_properties(world.device).total_memory)
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
+    plan = memory_plan(config, text, world, there)
+    if plan.by_ranks[0].total_with_outside > PLAN_MAY_BE_OFF * there:
+        plan.check_fits()
+
+
+def memory_plan(config: TrainConfig, text: Text, world: paceline.World, device_memory: int | None = None) -> MemoryPlan:
+    """The memory of one rank as `paceline plan` predicts it from the numbers of the model."""
     shape = config.shape
+    with torch.device("meta"):
+        net = GPT(shape, text.tokenizer.vocabulary)
     settings = PlanSettings(
         params=sum(param.numel() for param in net.parameters()),
         batch=config.batch,
@@ -74,8 +89,9 @@ def planned_bytes(net: nn.Module, config: TrainConfig, text: Text, world: paceli
         placement=config.placement,
         checkpointing=config.checkpointing,
         device=world.device.type,
+        device_memory=device_memory,
     )
-    return settings.plan().total
+    return settings.plan()
 
 
 def gradient_difference(net: nn.Module, batch: Sample) -> float:

@@ -20,7 +20,7 @@ import paceline
 from paceline.errors import NotFiniteGradients, UsageError
 from paceline.progress import Phase, own_progress
 from paceline.rank_report import report
-from paceline.train.checks import Checks
+from paceline.train.checks import Checks, check_device
 from paceline.train.closing import close_run
 from paceline.train.config import TrainConfig
 from paceline.train.evaluate import held_out_loss
@@ -40,7 +40,9 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
     if config.lanes and world.device.type == "cuda":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    run = build_run(config, folder, world, prepare(config, folder.path))
+    text = prepare(config, folder.path)
+    check_device(config, text, world)
+    run = build_run(config, folder, world, text)
     resume(run)
     began = time.monotonic()
     with paceline.Preemption() as preemption:
