@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from benchmarks.rank_processes import join, run_ranks
 
 RANKS = 2

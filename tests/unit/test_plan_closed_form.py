@@ -133,7 +133,7 @@ def test_parameters_in_shards_are_gathered_by_unit() -> None:
     backward = {line.name: line.nbytes for line in plan.by_ranks[0].moments[0].lines}
     assert backward["gathered parameters"] == 2 * (root + 2 * unit)
     assert backward["unit fetched ahead"] == 2 * unit + 2 * unit // 4
-    assert held(plan, 4)["gradient buckets"] == 2 * 2 * root
+    assert held(plan, 4)["gradient buckets"] == 2 * (root + unit)
     starts = [
         {
             moment.name: moment

@@ -93,6 +93,7 @@ class Transformer:
 def _model_memory(shape: Transformer, precision: Precision, device: str, name: str) -> ModelMemory:
     count = shape.params
     gradients = precision.gradient * count
+    bucket = max(BUCKET_BYTES, precision.gradient * shape.table)
     return ModelMemory(
         name=name,
         count=count,
@@ -103,7 +104,8 @@ def _model_memory(shape: Transformer, precision: Precision, device: str, name: s
         in_group=count,
         largest=max(shape.table, 4 * shape.width**2),
         last_bucket_bytes=min(BUCKET_BYTES, gradients),
-        bucket_bytes=min(max(BUCKET_BYTES, precision.gradient * shape.table), gradients),
+        bucket_bytes=min(bucket, gradients),
+        turns_bytes=min(2 * bucket, gradients),
         root=max(0, count - shape.block_weights),
         unit=min(12 * shape.width**2, count),
         owned=lambda ranks: -(-count // ranks),

@@ -150,6 +150,7 @@ def _model_memory(
         largest=max((param.numel() for _, param in trained), default=0),
         last_bucket_bytes=layout.buckets[-1].nbytes if layout.buckets else 0,
         bucket_bytes=max((bucket.nbytes for bucket in layout.buckets), default=0),
+        turns_bytes=sum(max((one.nbytes for one in layout.buckets[turn::2]), default=0) for turn in range(2)),
         root=in_units[-1],
         unit=max(in_units[:-1], default=0),
         owned=lambda ranks: _most_owned(metas, ranks),

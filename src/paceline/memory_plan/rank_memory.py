@@ -43,6 +43,7 @@ class ModelMemory:
     largest: int  # elements of the largest parameter
     last_bucket_bytes: int
     bucket_bytes: int  # of the largest bucket
+    turns_bytes: int  # of two buckets that share their memory with all others
     root: int  # elements that are in no unit
     unit: int  # elements of the largest unit
     owned: Callable[[int], int]  # of so many ranks, elements of the one that owns the most
@@ -277,11 +278,15 @@ def _gradients(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Me
     if setup.shards(GRADIENTS, ranks):
         owned = model.owned(setup.parts(ranks))
         nbytes = model.gradient_bytes * owned // model.trained
-        bucket = _bucket(model, setup, ranks)
+        buckets = model.turns_bytes
+        words = "the largest two in turn: one fills while one is reduced"
+        if setup.shards("parameters", ranks):
+            buckets = setup.precision.gradient * (model.root + model.unit)
+            words = "of the root and of a unit, in turn: one fills while one is reduced"
         before = model.gradient_bytes if setup.accumulate > 1 else 0
         return _present(
             MemoryLine(GRADIENTS, nbytes, _sum(setup.precision.gradient, owned, nbytes)),
-            MemoryLine("gradient buckets", 2 * bucket, f"2 × {bucket:,}: one fills while one is reduced"),
+            MemoryLine("gradient buckets", buckets, words),
             MemoryLine("unreduced gradients", before, "of the microbatches before the last, whole"),
         )
     formula = _sum(setup.precision.gradient, model.trained, model.gradient_bytes)
@@ -292,12 +297,6 @@ def _gradients(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Me
     sums = MemoryLine("sums of lanes", copies * model.gradient_bytes, f"{copies} × gradients: of the lanes before")
     padding = MemoryLine("gradient buckets", model.padding_bytes, "padding; gradients are views of their buckets")
     return (gradients, padding, *_present(sums))
-
-
-def _bucket(model: ModelMemory, setup: TrainingSetup, ranks: int) -> int:
-    """Bytes of the largest bucket: that of a unit where parameters are in shards."""
-    by_unit = setup.precision.gradient * max(model.root, model.unit)
-    return by_unit if setup.shards("parameters", ranks) else model.bucket_bytes
 
 
 def _waiting(model: ModelMemory, setup: TrainingSetup, ranks: int) -> int:

@@ -53,9 +53,11 @@ def allocate(layout: Layout, transport: Transport, turns: int | None = None) -> 
     memory at a time, one after another in the same places."""
     ends: dict[torch.device, int] = {}
     places: list[int] = []
-    largest = max(_whole_lines(spec.nbytes) for spec in layout.buckets)
+    # Of the buckets that take turns in one place, the largest says how large it is.
+    taking_turns = [layout.buckets[turn::turns] for turn in range(turns or 0)]
+    sizes = [max((_whole_lines(spec.nbytes) for spec in some), default=0) for some in taking_turns]
     for spec in layout.buckets:
-        start = ends.get(spec.device, 0) if turns is None else spec.index % turns * largest
+        start = ends.get(spec.device, 0) if turns is None else sum(sizes[: spec.index % turns])
         places.append(start)
         if not spec.sparse:
             ends[spec.device] = max(ends.get(spec.device, 0), start + _whole_lines(spec.nbytes))
