@@ -176,6 +176,40 @@ def test_traffic_of_placements() -> None:
     assert zero1 - ddp == pytest.approx(size * 3 / 4 / (400e9 / 8), rel=0.1), "the gather after the update is exposed"
 
 
+def test_shards_over_some_of_the_ranks() -> None:
+    size = 4 * 124_000_000
+    for placement in ("zero1", "zero2", "zero3"):
+        over_two, of_two = gpt2(placement=placement, ranks=8, shard=2), gpt2(placement=placement, ranks=2)
+        assert held(over_two, 8) == held(of_two, 2), "what a rank keeps follows from the ranks that share"
+        assert held(gpt2(placement=placement, ranks=8, shard=8), 8) == held(gpt2(placement=placement, ranks=8), 8)
+        gathered = (3 if placement == "zero3" else 2) * size // 2
+        assert over_two.at(8).traffic.sent_bytes == gathered + 2 * size * 3 // 4 // 2
+    assert " / 2 bytes" in over_two.convention
+    assert gpt2(placement="zero2", ranks=4, shard=1).total == gpt2(ranks=4).total
+
+
+def test_the_type_in_which_gradients_are_summed_is_counted() -> None:
+    asked = {"dtype": "bf16-master", "ranks": 4, "batch": 1, "seq": 8}
+    plain, wide = gpt2(**asked), gpt2(**asked, reduce_dtype="float32")
+    assert wide.at(4).traffic.sent_bytes == 2 * plain.at(4).traffic.sent_bytes
+    under_way = [{line.name: line.nbytes for line in moment.lines} for moment in wide.at(4).moments]
+    assert max(lines.get("copies of buckets under way", 0) for lines in under_way) == 4 * 124_000_000
+    assert not any("under way" in moment.name for moment in plain.at(4).moments)
+
+
+def test_master_weights_may_be_asked_for_by_name() -> None:
+    asked = gpt2(dtype="bf16-pure", master="float32")
+    assert (asked.total, asked.convention) == (gpt2(dtype="bf16-master").total, gpt2(dtype="bf16-master").convention)
+    assert gpt2(master="float32").total == gpt2().total, "parameters in float32 are their own master"
+
+
+def test_a_device_too_small_is_an_error_with_what_would_fit() -> None:
+    plan = gpt2(params="5.5B", dtype="bf16-master", batch=1, ranks=2, device_memory="70GiB")
+    with pytest.raises(PlanError, match="does NOT fit in 70 GiB: .* would fit: zero"):
+        plan.check_fits()
+    plan.check_fits(200 * GIB)
+
+
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     plan = gpt2(device_memory=24 * GIB, ranks=(1, 2))
     for item in plan.by_ranks:
@@ -232,6 +266,9 @@ def test_what_backward_hides() -> None:
             {"placement": "zero3", "lanes": 8, "ranks": 3},
             "lanes=8 with placement='zero3': expected a multiple of 3 ranks",
         ),
+        ({"placement": "zero1", "shard": 2, "ranks": 3}, "shard=2: expected a divisor of the number of ranks, 3"),
+        ({"shard": 2}, "shard=2: placement='ddp' makes no shards"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype='int8': expected one of float32, bfloat16, float16"),
         ({"params": -5}, "params=-5: expected a whole number, at least 1"),
         ({"params": float("nan")}, "params=nan"),
         ({"batch": 0}, "batch=0: expected a whole number, at least 1"),

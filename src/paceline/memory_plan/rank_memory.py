@@ -21,7 +21,7 @@ INTERPRETER_BYTES = 384 * MIB
 # GPTs of 5 to 163 million parameters, and on one of them up to 35 % in one run of ten: they vary from run to run.
 HEAP_HOLES = 0.15
 LIBRARY_BYTES = 8 * MIB
-PIECE_BYTES = 16 * MIB  # of parameters that are gathered at a time after an update
+PIECE_BYTES = {"cpu": 4 * MIB, "cuda": 16 * MIB}  # of parameters that are gathered at a time after an update
 PIECES_AT_A_TIME = 4  # two that are gathered, and two that other ranks have yet to read
 CHUNK_BYTES = 64 * MIB  # of parameters that rank 0 sends at a time when replicas start equal
 MOST_RANKS = 1024  # that are tried when a model does not fit
@@ -252,7 +252,7 @@ def _staging(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Memo
     if setup.shards("parameters", ranks):
         nbytes, words = size * (model.root + 2 * model.unit), "the root and two units"
     else:
-        nbytes = min(_piece(model, setup) + (PIECES_AT_A_TIME - 1) * PIECE_BYTES, model.parameter_bytes)
+        nbytes = min(_piece(model, setup) + (PIECES_AT_A_TIME - 1) * PIECE_BYTES[setup.device], model.parameter_bytes)
         words = f"{PIECES_AT_A_TIME} pieces"
     return (MemoryLine("staging in shared memory", nbytes // parts, f"{nbytes:,} / {parts}: {words}"),)
 
@@ -351,7 +351,7 @@ def _pieces(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Memor
 
 def _piece(model: ModelMemory, setup: TrainingSetup) -> int:
     """Bytes of the largest one."""
-    return min(max(PIECE_BYTES, setup.precision.parameter * model.largest), model.parameter_bytes)
+    return min(max(PIECE_BYTES[setup.device], setup.precision.parameter * model.largest), model.parameter_bytes)
 
 
 def _beside(device: str, in_heap: float) -> tuple[MemoryLine, ...]:

@@ -46,6 +46,11 @@ class Traffic:
         return None if self.link_bytes_per_s is None else self.sent_bytes / self.link_bytes_per_s
 
     @property
+    def forward_s(self) -> float:
+        """About half the time of backward."""
+        return (self.backward_s or 0.0) / 2
+
+    @property
     def exposed_s(self) -> float | None:
         """What backward cannot hide; None when the link or the compute is not known."""
         if self.sent_bytes == 0:
@@ -57,8 +62,7 @@ class Traffic:
             for nbytes in (self.in_forward_bytes, self.alone_bytes, self.last_bucket_bytes)
         )
         in_backward_s = self.seconds - forward_s - alone_s
-        # Forward takes about half the time of backward.
-        return alone_s + max(0.0, forward_s - self.backward_s / 2) + max(in_backward_s - self.backward_s, last_s)
+        return alone_s + max(0.0, forward_s - self.forward_s) + max(in_backward_s - self.backward_s, last_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,9 @@ def _traffic(item: RankPlan) -> str:
     exposed = traffic.exposed_s
     if exposed is None or traffic.backward_s is None:
         return f"{text}; whether backward hides it is unknown without its duration"
-    if traffic.seconds <= traffic.backward_s:
-        return f"{text}: hidden behind backward ({show_seconds(traffic.backward_s)}) except for {show_seconds(exposed)}"
-    return f"{text}: longer than backward ({show_seconds(traffic.backward_s)}), {show_seconds(exposed)} exposed"
+    compute, seconds = "backward", traffic.backward_s
+    if traffic.in_forward_bytes:
+        compute, seconds = "forward and backward", traffic.forward_s + traffic.backward_s
+    if traffic.seconds <= seconds:
+        return f"{text}: hidden behind {compute} ({show_seconds(seconds)}) except for {show_seconds(exposed)}"
+    return f"{text}: longer than {compute} ({show_seconds(seconds)}), {show_seconds(exposed)} exposed"

@@ -24,7 +24,8 @@ from paceline.reducer.shard import Shard, flat_as, flat_of
 from paceline.replica.lane_norm import norm_in_lanes
 from paceline.replica.units import Units
 
-PIECE_BYTES = 16 * MIB  # of parameters that are gathered at a time
+# Of parameters that are gathered at a time. Where ranks share memory it is little that waits for the others to read it.
+PIECE_BYTES, PIECE_BYTES_ON_HOST = 16 * MIB, 4 * MIB
 
 
 class OwnedBlocks:
@@ -43,7 +44,9 @@ class OwnedBlocks:
         self._group = group
         self._by_id = {id(shard.param): shard for shard in self.shards}
         self._by_id.update((id(shard.value), shard) for shard in self.shards)
-        layout = plan_layout(metas, range(len(metas)), BucketCaps((PIECE_BYTES,)))
+        on_host = all(meta.device.type == "cpu" for meta in metas)
+        caps = BucketCaps((PIECE_BYTES_ON_HOST if on_host else PIECE_BYTES,))
+        layout = plan_layout(metas, range(len(metas)), caps)
         together = [[slot.param for slot in bucket.slots if slot.numel] for bucket in layout.buckets]
         self._together = [some for some in together if some]
         self._gathers: list[BlockGather] = []
