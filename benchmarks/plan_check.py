@@ -192,7 +192,12 @@ def planned(case: Case, ranks: int) -> dict[str, Any]:
     with torch.device("meta"):
         skeleton = BenchGPT(shape_of(case))
     tokens = torch.zeros(case.batch, case.context, dtype=torch.long)
-    shared = {"dtype": case.dtype, "ranks": (ranks,), "placement": case.placement, "device": case.device}
+    shared: dict[str, Any] = {
+        "dtype": case.dtype,
+        "ranks": (ranks,),
+        "placement": case.placement,
+        "device": case.device,
+    }
     found = plan(skeleton, (tokens, tokens), **ways, **shared)
     closed = PlanSettings(
         params=found.parameters,
@@ -311,7 +316,7 @@ def worst_of(results: list[dict[str, Any]]) -> float:
     """By what part of what was measured a plan is off at most; 1 if a case has failed."""
     if not results or any("error" in result for result in results):
         return 1.0
-    return max(abs(result["planned_bytes"] / result["measured_bytes"] - 1) for result in results)
+    return float(max(abs(result["planned_bytes"] / result["measured_bytes"] - 1) for result in results))
 
 
 def write(given: argparse.Namespace, results: list[dict[str, Any]]) -> None:

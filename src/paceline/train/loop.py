@@ -52,8 +52,8 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
             if run.saved_at != run.step:
                 save(run)
             run.checkpoints.wait()
-            text = f"{error}. Step {run.step} is saved in {folder.checkpoints}"
-            raise NotFiniteGradients(text, ranks=error.ranks) from error
+            saved = f"{error}. Step {run.step} is saved in {folder.checkpoints}"
+            raise NotFiniteGradients(saved, ranks=error.ranks) from error
     run.checkpoints.wait()
     close_run(run, ended, time.monotonic() - began)
     run.metrics.close()
