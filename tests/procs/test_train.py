@@ -223,6 +223,7 @@ def test_a_restart_after_drift_goes_on_from_before_it(quiet: Training, text: Pat
         (("--lanes", "1"), "2 ranks and lanes=1: expected at least one lane per rank"),
         (("--data", "{short}", "--context", "4000"), "context=4000 is longer than the"),
         (("--data", "{short}", "--context", "16", "--batch", "64"), "samples"),
+        (("--layers", "900", "--width", "16384", "--heads", "16"), "2 ranks: each does NOT fit in "),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
