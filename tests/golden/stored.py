@@ -56,7 +56,10 @@ def save(rank: int, size: int, folder: str) -> None:
     run = Run()
     run.go_on(0, SAVED_AT)
     with paceline.Checkpointer(folder, asynchronous=False) as checkpoints:
-        more = {"words": {"said": ["a", 1, 0.1, None]}, "own": PerRank({"rank": rank, "values": numbers(rank, 3)})}
+        more: dict[str, Any] = {
+            "words": {"said": ["a", 1, 0.1, None]},
+            "own": PerRank({"rank": rank, "values": numbers(rank, 3)}),
+        }
         checkpoints.save(SAVED_AT, model=run.model, optimizer=run.optimizer, loader=run.loader, **more)
 
 
