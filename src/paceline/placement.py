@@ -8,7 +8,7 @@ into buckets (`layout.py`) is another thing, and may change between steps withou
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -47,31 +47,58 @@ PLACEMENTS = {
 }
 
 
-def placement_of(name: object) -> Placement:
-    """The placement with this name."""
+def placement_of(name: object, shard: object = None) -> Placement:
+    """The placement with this name. Shards over one rank are what "ddp" keeps."""
     if name not in PLACEMENTS:
         accepted = ", ".join(map(repr, PLACEMENTS))
         raise UsageError(f"placement={name!r} is not known; accepted: {accepted}")
-    return PLACEMENTS[str(name)]
+    if name == "ddp" and shard not in (None, 1):
+        raise UsageError(f'shard={shard!r} needs shards; pass placement="zero1", "zero2" or "zero3" with it')
+    return PLACEMENTS["ddp" if shard == 1 else str(name)]
+
+
+def shard_size(shard: object, world: int) -> int:
+    """Over how many consecutive ranks shards are made; None: over all."""
+    if shard is None:
+        return world
+    if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
+        raise UsageError(f"shard={shard!r} is not a number of ranks; expected a whole number of at least 1, or None")
+    if world % shard:
+        possible = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
+        raise UsageError(
+            f"shard={shard} does not divide the world of {world} ranks, so some shards would have no twin; "
+            f"expected one of {possible}"
+        )
+    return shard
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which block of every parameter each of `ranks` ranks owns. A block may be empty."""
+    """Which block of every parameter each of `ranks` consecutive ranks owns. A block may be empty.
+
+    Where the world is larger, the next ranks own the same again: ranks that are `ranks` apart are twins.
+    """
 
     ranks: int
     cuts: tuple[tuple[int, ...], ...]  # per parameter: where the blocks begin, and the end; one more than ranks
 
     def block(self, param: int, rank: int) -> Span:
         """The block of parameter `param` that `rank` owns."""
-        return self.cuts[param][rank], self.cuts[param][rank + 1]
+        position = rank % self.ranks
+        return self.cuts[param][position], self.cuts[param][position + 1]
 
     def elements(self, rank: int) -> int:
         """How many elements `rank` owns of all parameters."""
-        return sum(cuts[rank + 1] - cuts[rank] for cuts in self.cuts)
+        position = rank % self.ranks
+        return sum(cuts[position + 1] - cuts[position] for cuts in self.cuts)
+
+    def whole_among(self, ranks: Iterable[int]) -> bool:
+        """Whether these ranks have every shard between them, so that the state can be put together without others."""
+        found = {rank % self.ranks for rank in ranks}
+        return bool(found) and all(position in found or not self.elements(position) for position in range(self.ranks))
 
     def spans(self, bucket: BucketSpec) -> tuple[tuple[Span, ...], ...]:
-        """For each rank, where in the bucket the gradients of its blocks are."""
+        """For each of `ranks` ranks, where in the bucket the gradients of its blocks are."""
         return tuple(
             _joined([self._placed(bucket, slot, rank) for slot in range(len(bucket.slots))])
             for rank in range(self.ranks)
@@ -139,17 +166,22 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
             yield from _repeated(child)
 
 
-def group_by_unit(units: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> list[list[int]]:
+def group_by_unit(
+    units: Sequence[nn.Module], params: Sequence[nn.Parameter], module: nn.Module | None = None
+) -> list[list[int]]:
     """For each unit, and last for the root, which of `params` it has. Of units inside each other the innermost has it;
-    what others share belongs to the root."""
+    what others share belongs to the root, also where one of them is a part of `module` that is in no unit."""
     holders: dict[int, list[int]] = {}  # by parameter, the units that have it
     inside = [set(map(id, unit.modules())) for unit in units]
+    in_units = set[int]().union(*inside)
+    owners = () if module is None else (owner for owner in module.modules() if id(owner) not in in_units)
+    of_root = {id(param) for owner in owners for param in owner._parameters.values()}
     for number, unit in enumerate(units):
         for param in set(unit.parameters()):
             holders.setdefault(id(param), []).append(number)
     found: list[list[int]] = [[] for _ in (*units, None)]
     for index, param in enumerate(params):
-        numbers = holders.get(id(param), [])
+        numbers = [] if id(param) in of_root else holders.get(id(param), [])
         innermost = [n for n in numbers if all(id(units[n]) in inside[other] for other in numbers)]
         found[innermost[0] if innermost else -1].append(index)
     return found

@@ -1,5 +1,7 @@
 """Placements on a GPU, over NCCL: the bits of plain DDP, and no host that waits."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -113,3 +115,47 @@ def without_waiting(rank: int, size: int, placement: str) -> None:
 @pytest.mark.parametrize("placement", SHARDED)
 def test_no_host_waits_in_a_plain_step(nccl: Nccl, placement: str) -> None:
     nccl(without_waiting, 2, placement)
+
+
+def in_shard_groups(rank: int, size: int, placement: str) -> None:
+    """Within rounding: shards are added inside shard groups first."""
+    expected = trained("ddp", rank, torch.float32, 10, False)
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(Blocks().cuda(), placement=placement, shard=2, bucket_cap_mb=0.2)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-2, fused=True)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(10):
+        inputs = torch.randn(8, 40, generator=generator).cuda()
+        torch.cuda.synchronize()
+        with nobody_waits() if step == 9 else nullcontext():
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with model.whole():
+        for ours, theirs in zip(model.module.parameters(), expected, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4), float((ours - theirs).abs().max())
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("placement", SHARDED)
+def test_four_ranks_in_two_shard_groups(nccl: Nccl, placement: str) -> None:
+    nccl(in_shard_groups, 4, placement)
+
+
+def from_meta(rank: int, size: int) -> None:
+    """The values of every placement are alike, on the device."""
+    found = []
+    for placement in ("ddp", "zero3"):
+        torch.manual_seed(3)
+        with torch.device("meta"):
+            net = Blocks()
+        model = paceline.DistributedDataParallel(net, placement=placement)
+        with model.whole():
+            found.append([param.detach().clone() for param in model.module.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.is_cuda and torch.equal(ours, theirs)
+
+
+@pytest.mark.timeout(180)
+def test_models_begin_on_meta(nccl: Nccl) -> None:
+    nccl(from_meta, 2)

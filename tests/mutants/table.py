@@ -147,8 +147,8 @@ MUTANTS = [
     Mutant(
         "digests of the state are not compared",
         "replica/monitor.py",
-        "elif len({row.state for row in rows}) > 1:",
-        "elif len({row.state for row in rows}) > 9:",
+        "elif len({(row.signature, row.state) for row in rows}) > len(set().union(*signatures)):",
+        "elif len({(row.signature, row.state) for row in rows}) > 9:",
     ),
     Mutant(
         "numbers that are not finite are stepped on",
@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant(
         "all heal from rank 0",
         "agree/drift.py",
-        "sources = [tensor.majority[0] if tensor.majority else trust for tensor in drift.tensors]",
+        "sources = [known.index(tensor.majority[0]) if tensor.majority else trust for tensor in drift.tensors]",
         "sources = [0 if tensor.majority else trust for tensor in drift.tensors]",
     ),
     Mutant(
@@ -246,8 +246,32 @@ MUTANTS = [
     Mutant(
         "the sum of a shard is left in the memory of rank 0",
         "collectives/shm/summing.py",
-        "            self._sum(piece, self._divide_by, into=rank)\n",
+        "            self._sum(piece, self._divide_by, into=ranks[0])\n",
         "            self._sum(piece, self._divide_by)\n",
+    ),
+    Mutant(
+        "a twin gets nothing of what the other has added up",
+        "collectives/shm/summing.py",
+        "                piece[other].copy_(piece[ranks[0]])\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "a shard is not added to that of its twins",
+        "strategies/scatter_mean.py",
+        "            if total.numel():  # the twins",
+        "            if False:  # the twins",
+    ),
+    Mutant(
+        "twins are not compared",
+        "replica/monitor.py",
+        "compared = state.twins if state.twins is not None and (turn or state.twins.instead) else state",
+        "compared = state",
+    ),
+    Mutant(
+        "what no one has set is trained",
+        "replica/from_meta.py",
+        "        if not lacking():\n",
+        "        if True:\n",
     ),
     Mutant(
         "parameters that were fetched ahead outlive an update",

@@ -22,10 +22,6 @@ def frozen() -> nn.Module:
     return linear().requires_grad_(False)
 
 
-def on_two_devices() -> nn.Module:
-    return nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
-
-
 def all_ignored() -> nn.Module:
     module = linear()
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weight", "bias"])
@@ -48,8 +44,6 @@ MODULES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no parameters": (nn.Tanh, RuntimeError, "Tanh has no parameters; use the bare module"),
     "only frozen parameters": (frozen, RuntimeError, "Linear has only frozen or ignored parameters"),
     "only ignored parameters": (all_ignored, RuntimeError, "not needed when a module doesn't have any parameter"),
-    "two devices": (on_two_devices, ValueError, r"\(0.weight on cpu, 1.weight on meta\); move the whole module"),
-    "meta": (lambda: nn.Linear(2, 2, device="meta"), ValueError, "weight on meta"),
     "lazy": (lambda: nn.LazyLinear(2), RuntimeError, "weight has no shape yet. Run a dummy forward pass"),
     "a replica": (wrapped, UsageError, "it is already a DistributedDataParallel.*wrap the bare module once"),
     "a replica inside": (wrapped_inside, UsageError, "its submodule '1' is already a DistributedDataParallel"),
@@ -63,6 +57,12 @@ def test_what_cannot_be_wrapped(name: str) -> None:
     module = build()
     with pytest.raises(kind, match=message):
         DDP(module, transport=LocalTransport())
+
+
+def test_what_is_on_meta_comes_to_the_device_of_the_rest() -> None:
+    module = nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
+    DDP(module, transport=LocalTransport())
+    assert all(param.device.type == "cpu" and bool(param.isfinite().all()) for param in module.parameters())
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception] | tuple[type[Exception], ...], str]] = {

@@ -15,6 +15,7 @@ from paceline.agree.state_digest import Piece, state_digest
 from paceline.collectives.gather import gather_bytes, gather_ints, gather_unless_equal
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import check_root
+from paceline.collectives.subgroup import ranks_of
 from paceline.errors import NoMajority, ReplicaDrift
 
 BLOCKS = 64
@@ -32,6 +33,11 @@ class TensorDrift:
     name: str
     number: int  # among the pieces that were compared
     groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that have it."""
+        return tuple(sorted(rank for group in self.groups for rank in group))
 
     @property
     def majority(self) -> tuple[int, ...]:
@@ -52,7 +58,7 @@ class TensorDrift:
             return f"{ranks_text(self.odd)} {verb}{apart} from {ranks_text(self.majority)}"
         size = sum(map(len, self.groups))
         if size == 2:
-            return "ranks 0 and 1 differ"
+            return f"{ranks_text(self.ranks)} differ"
         if len(self.groups) == size:
             return f"all {size} ranks differ"
         return f"ranks fall into {len(self.groups)} groups ({'; '.join(map(ranks_text, self.groups))}) that differ"
@@ -60,20 +66,21 @@ class TensorDrift:
 
 @dataclass(frozen=True)
 class Element:
-    """The first element that differs: its bits, as an unsigned integer, and its value, for every rank."""
+    """The first element that differs: its bits, as an unsigned integer, and its value, for each of `ranks`."""
 
     index: tuple[int, ...]
     dtype: torch.dtype
     bits: tuple[int, ...]
     values: tuple[object, ...]
+    ranks: tuple[int, ...]
 
     def text(self, groups: Sequence[Sequence[int]]) -> str:
         """Its values on the ranks, in the order of `groups`."""
         by_bits: dict[int, list[int]] = {}
         for rank in (rank for group in groups for rank in group):
-            by_bits.setdefault(self.bits[rank], []).append(rank)
+            by_bits.setdefault(self.bits[self.ranks.index(rank)], []).append(rank)
         values = ", ".join(
-            f"{self.values[ranks[0]]!r} (0x{bits:0{2 * self.dtype.itemsize}x}) on {ranks_text(ranks)}"
+            f"{self.values[self.ranks.index(ranks[0])]!r} (0x{bits:0{2 * self.dtype.itemsize}x}) on {ranks_text(ranks)}"
             for bits, ranks in list(by_bits.items())[: NAMED_AT_MOST + 1]
         )
         where = f"The first difference is element {list(self.index)}:" if self.index else "Its value is"
@@ -101,7 +108,7 @@ class Drift:
         """The ranks at fault. Where no majority says which these are: all that differ from each other."""
         found: set[int] = set()
         for tensor in self.tensors:
-            found.update(tensor.odd or range(self.size))
+            found.update(tensor.odd or tensor.ranks)
         return tuple(sorted(found))
 
     @property
@@ -162,7 +169,7 @@ def locate(pieces: Sequence[Piece], group: Group, *, step: int) -> Drift:
     digests = gather_ints(group, [state_digest([piece.flat()]) for piece in pieces], SEARCH)
     found = []
     for number, piece in enumerate(pieces):
-        groups = groups_of([row[number] for row in digests])
+        groups = groups_of([row[number] for row in digests], ranks_of(group))
         if len(groups) > 1:
             found.append(TensorDrift(piece.name, number, groups))
     element = _first_element(pieces[found[0].number], group) if found else None
@@ -178,12 +185,14 @@ def heal(
 ) -> list[str]:
     """Overwrite what differs with the values of the majority, and compare again. All ranks call it.
 
-    `pieces` are those that were located. Where there is no majority the values of rank `trust` are taken; without one
-    NoMajority is raised on every rank and nothing is changed. Returns the names of what was healed.
+    `pieces` are those that were located. Where there is no majority the values of rank `trust` are taken (its number
+    within the group); without one NoMajority is raised on every rank and nothing is changed. Returns the names of what
+    was healed.
     """
     if trust is not None:
         check_root(trust, group.size)
-    sources = [tensor.majority[0] if tensor.majority else trust for tensor in drift.tensors]
+    known = ranks_of(group)
+    sources = [known.index(tensor.majority[0]) if tensor.majority else trust for tensor in drift.tensors]
     for tensor, source in zip(drift.tensors, sources, strict=True):
         if source is None:
             why = "two ranks cannot outvote each other" if drift.size == 2 else "no group of them is more than half"
@@ -215,15 +224,16 @@ def _check_alike(pieces: Sequence[Piece], group: Group, step: int) -> None:
     described = gather_unless_equal(group, [_described(piece) for piece in pieces], SEARCH)
     if described is None:
         return
-    groups = groups_of([repr(one) for one in described])
-    ours, theirs = (described[ranks[0]] for ranks in groups[:2])
+    by_rank = dict(zip(ranks_of(group), described, strict=True))
+    groups = groups_of([repr(one) for one in described], ranks_of(group))
+    ours, theirs = (by_rank[ranks[0]] for ranks in groups[:2])
     here, there = next(pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1])
     found = TensorDrift((here or there)[0], 0, groups)
     raise ReplicaDrift(
         f"ranks hold different state at step {step}, so their values cannot be compared: where "
         f"{_holding(groups[0], here)}, {_holding(groups[1], there)}. Build the model and the optimizer the same way, "
         f"and load the same checkpoint, on every rank",
-        ranks=found.odd or range(group.size),
+        ranks=found.odd or ranks_of(group),
         tensor=found.name,
         step=step,
     )
@@ -242,10 +252,11 @@ def _holding(ranks: Sequence[int], described: Sequence[Any] | None) -> str:
     return f"{ranks_text(ranks)} {verb} {name} {shape} of {dtype} (elements {begin} to {end})"
 
 
-def groups_of(values: Sequence[object]) -> tuple[tuple[int, ...], ...]:
-    """The ranks with equal values, the largest group first; of two equally large the one with the lowest rank."""
+def groups_of(values: Sequence[object], ranks: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
+    """The ranks with equal values, the largest group first; of two equally large the one with the lowest rank. `ranks`:
+    who has each value, if that is not the first rank, the second, and so on."""
     by_value: dict[object, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         by_value.setdefault(value, []).append(rank)
     return tuple(sorted((tuple(ranks) for ranks in by_value.values()), key=lambda ranks: (-len(ranks), ranks[0])))
 
@@ -270,7 +281,8 @@ def _first_element(piece: Piece, group: Group) -> Element | None:
         if len(set(bits)) > 1:
             values = [torch.frombuffer(bytearray(one), dtype=flat.dtype).tolist()[0] for one in bits]
             patterns = tuple(int.from_bytes(one, "little") for one in bits)
-            return Element(element_index(piece, begin + at), flat.dtype, patterns, tuple(values))
+            place = element_index(piece, begin + at)
+            return Element(place, flat.dtype, patterns, tuple(values), tuple(ranks_of(group)))
     return None
 
 

@@ -8,6 +8,7 @@ import torch
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Gather, ShardedTransport, Work
 from paceline.collectives.stream_work import used_here
+from paceline.collectives.subgroup import ranks_of
 from paceline.errors import CollectiveMismatch
 
 TAGS = 128  # that every floating point type tells apart
@@ -81,10 +82,10 @@ class BlockGather:
             group.wait(work, "parameters that are not needed any more")
 
     def _check_tags(self, tags: Sequence[float], group: Group, what: str) -> None:
-        if strange := [rank for rank, tag in enumerate(tags) if tag != self._tag]:
+        if strange := [rank for rank, tag in zip(ranks_of(group), tags, strict=True) if tag != self._tag]:
             raise CollectiveMismatch(
-                f"rank {group.rank} is gathering {what} while rank {strange[0]} is gathering something else, or made "
-                f"another number of updates; all ranks must run the same parts of the model in the same order, and "
-                f"call optimizer.step() alike",
+                f"rank {ranks_of(group)[group.rank]} is gathering {what} while rank {strange[0]} is gathering something "
+                f"else, or made another number of updates; all ranks must run the same parts of the model in the same "
+                f"order, and call optimizer.step() alike",
                 ranks=strange,
             )

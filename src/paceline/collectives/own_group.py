@@ -143,8 +143,14 @@ def obstacle_to(backends: Collection[str]) -> str:
     return ""
 
 
-def form_own_group(backends: Mapping[str, Any], store: Store, rank: int, size: int) -> dist.ProcessGroup:
-    """A group that torch does not list, with backends like those given. All ranks call it. Blocks until they have."""
+def form_own_group(
+    backends: Mapping[str, Any], store: Store, rank: int, size: int, *, ranks: Sequence[int] = ()
+) -> dist.ProcessGroup:
+    """A group that torch does not list, with backends like those given. All ranks call it. Blocks until they have.
+
+    `ranks`: those of the given backends' groups that are in it; all of them by default. The others call it as well, for
+    groups of their own: a communicator is split by all ranks at once.
+    """
     own = dist.ProcessGroup(store, rank, size)
     for name, like in backends.items():
         if name == "gloo":
@@ -152,7 +158,7 @@ def form_own_group(backends: Mapping[str, Any], store: Store, rank: int, size: i
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             with _errors_are_ours():
-                made = dist.ProcessGroupNCCL(store, rank, size, _nccl_options(like, size))
+                made = dist.ProcessGroupNCCL(store, rank, size, _nccl_options(like, ranks or range(size)))
             kind = dist.ProcessGroup.BackendType.NCCL
         own._register_backend(torch.device(_KINDS[name]), kind, made)
         if name == "gloo" and len(backends) == 1:
@@ -175,14 +181,15 @@ def _errors_are_ours() -> Iterator[None]:
             os.environ[_HANDLING] = before
 
 
-def _nccl_options(like: Any, size: int) -> Any:
-    """Options for a communicator that is split off `like`'s where that one exists: it then shares its connections."""
+def _nccl_options(like: Any, ranks: Sequence[int]) -> Any:
+    """Options for a communicator of some ranks that is split off `like`'s where that one exists: it then shares its
+    connections."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = like.options._timeout
     if hasattr(options, "split_from"):
         options.split_from = like
-        options.split_color = 1  # all ranks are in it
-        options.global_ranks_in_group = list(range(size))
+        options.split_color = 1 + ranks[0]  # the same for those who are in one group
+        options.global_ranks_in_group = list(ranks)
     return options
 
 

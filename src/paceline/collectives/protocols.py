@@ -155,7 +155,8 @@ class ShardedTransport(Transport, Protocol):
 
     def reduce_scatter(self, flat: torch.Tensor, spans: Sequence[Sequence[Span]], op: Op = Op.SUM) -> Work:
         """Combine `flat` over all ranks, in place: this rank gets the spans `spans[rank]` of the result, and whatever
-        else is in `flat` afterwards means nothing."""
+        else is in `flat` afterwards means nothing. Fewer spans than ranks: rank `len(spans)` begins anew, so that
+        ranks so far apart get the same."""
         ...
 
     def gather_blocks(

@@ -28,7 +28,7 @@ class GradBucket:
         blocks: Sequence[LaneBlock] = (),
         spans: Sequence[Sequence[Span]] = (),
     ) -> None:
-        """`spans`: for each rank, the parts of the result that it keeps; empty if all ranks keep all of it."""
+        """`spans`: for each rank of a shard group, which parts of the result it keeps; empty if all keep all of it."""
         self.spans = spans
         self._index = index
         self._buffer = buffer

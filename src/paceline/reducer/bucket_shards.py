@@ -22,8 +22,8 @@ class BucketShards:
         *,
         in_turn: bool,
     ) -> None:
-        """`shards`: of this rank, by parameter. `spans`: which parts of the bucket each rank keeps. `in_turn`: other
-        buckets use its memory too, so that blocks are kept elsewhere."""
+        """`shards`: of this rank, by parameter. `spans`: which parts of the bucket each rank of a shard group keeps.
+        `in_turn`: other buckets use its memory too, so that blocks are kept elsewhere."""
         self.spans = spans
         self.in_turn = in_turn
         self._shards = shards
@@ -32,7 +32,7 @@ class BucketShards:
             for place in spec.slots
         }
         self._blocks = self._reduced
-        self.parts = [flat[slice(*span)] for span in spans[rank]]  # all that this rank keeps
+        self.parts = [flat[slice(*span)] for span in spans[rank % len(spans)]]  # all that this rank keeps
         if in_turn:
             sizes = [aligned(block.numel(), flat.dtype) for block in self._reduced.values()]
             # Zeros: what lies between blocks is looked at together with them.

@@ -26,6 +26,8 @@ class Shard:
         self.span = span
         self.form = param.detach().to("meta")  # shape and strides, also while the parameter itself has no memory
         self._home: torch.Tensor | None = None
+        if param.numel() and not param.untyped_storage().nbytes():  # it will have memory when it is gathered
+            self._home = torch.empty(span[1] - span[0], dtype=param.dtype, device=param.device)
         self.front: StandIn | None = None  # what modules have in the place of the parameter, while it has no memory
         self.value = nn.Parameter(self.block)
         self.stand_in = StandIn(param, name, shard=self)
@@ -44,8 +46,9 @@ class Shard:
 
     def leave_parameter(self) -> None:
         """Keep the block in memory of its own, since the parameter's will come and go."""
-        self._home = self.block.clone()
-        self.value.data = self._home
+        if self._home is None:
+            self._home = self.block.clone()
+            self.value.data = self._home
         self.front = StandIn(self.param, self.name, param=self.param)
 
     @property

@@ -74,6 +74,25 @@ def check_together(mixed_precision: Any, reduction: Any, delayed: Any, hooked: A
         raise UsageError("delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.")
 
 
+def check_reduce_dtype(reduce_dtype: Any, mixed_precision: Any, reduction: Any, lanes: Any) -> torch.dtype | None:
+    """The type in which gradients are summed. The others decide about that themselves, where they are given."""
+    if reduce_dtype is None:
+        return None
+    found = getattr(torch, reduce_dtype, None) if isinstance(reduce_dtype, str) else reduce_dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(
+            f"reduce_dtype={reduce_dtype!r} is not a floating point type; expected one such as torch.float32, or "
+            f'"float32"'
+        )
+    beside = {"mixed_precision": mixed_precision, "reduction": reduction, "lanes": lanes}
+    for name in (name for name, given in beside.items() if given is not None):
+        raise UsageError(
+            f"reduce_dtype={reduce_dtype!r} cannot be combined with {name}=, which decides in which type gradients are "
+            f"summed; leave one of them out"
+        )
+    return found
+
+
 def or_from_environment(transport: Any, lanes: Any) -> tuple[Any, Any]:
     """What the environment says where the constructor was told nothing: a notebook sets it for all of its cells."""
     if transport == "auto":
@@ -159,7 +178,7 @@ def managed_parameters(module: nn.Module, ignored: set[str]) -> Managed:
             f"{type(module).__name__} {what}; use the bare module"
         )
     device_types = {p.device.type for _, p in found}
-    if len(device_types) != 1 or device_types == {"meta"}:
+    if len(device_types) != 1:
         examples = {p.device.type: n for n, p in reversed(found)}
         listed = ", ".join(f"{n} on {kind}" for kind, n in sorted(examples.items()))
         raise UsageError(

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.collectives.group import Group
 from paceline.collectives.reduction import Mean
 from paceline.collectives.reduction_protocol import Reduction
+from paceline.collectives.subgroup import Subgroup, ranks_of
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.layout import Layout, ParamMeta, lay_groups, plan_layout
 from paceline.placement import find_units, group_by_unit
@@ -27,10 +28,12 @@ from paceline.replica.mixed_precision import NarrowParameters, cast_buffers, red
 from paceline.replica.monitor import ReplicaMonitor
 from paceline.replica.owned import OwnedBlocks
 from paceline.replica.recording import recording_asked
+from paceline.replica.twin_state import TwinState
 from paceline.replica.units import Units, make_units
+from paceline.strategies.cast import mean_in
 from paceline.strategies.fixed_order import FixedOrder
 from paceline.strategies.lane_sum import LaneSum
-from paceline.strategies.scatter_mean import ScatterMean
+from paceline.strategies.scatter_mean import HybridMean, ScatterMean
 
 if TYPE_CHECKING:
     from paceline.replica.ddp import DistributedDataParallel
@@ -70,7 +73,7 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
     core = _reducer(replica, owned, metas)
     lane_loop = _lane_loop(replica, core)
     capsules = _capsules(replica, core, lane_loop)
-    monitor = _monitor(replica, core, lane_loop, capsules)
+    monitor = _monitor(replica, core, lane_loop, capsules, owned)
     gate = _gate(replica, core, monitor)
     managed, ignored = replica._managed, frozenset(replica.parameters_to_ignore)
     ids = frozenset(id(param) for param in managed.params)
@@ -87,7 +90,7 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
     if owned is not None and owned.units is not None:
         core.on_finished = owned.units.end_backward
         core.on_failed = owned.units.fail
-        if monitor is not None:
+        if monitor is not None and replica._shard_groups is None:
             monitor.stop_comparing()  # no two ranks have anything that is meant to be equal
     return Assembly(core, gate, guard, lane_loop, capsules, narrow, owned, state_hooks)
 
@@ -105,8 +108,14 @@ def reduction_of(replica: "DistributedDataParallel") -> Reduction:
         return LaneSum(replica._lane_count, replica._group.transport, replica.device)
     if replica.mixed_precision is not None:
         return reduction_for(replica.mixed_precision, replica._managed.params)
+    dtype = replica._reduce_dtype
     if replica._placement.shards_optimizer and isinstance(replica._reduction, Mean):
-        return ScatterMean()
+        groups = replica._shard_groups
+        if groups is None or replica._transport.traits(replica.device).sharded:
+            return ScatterMean(dtype)
+        return HybridMean(groups, replica.device, dtype)
+    if dtype is not None:
+        return mean_in(dtype, {param.dtype for param in replica._managed.params})
     return replica._reduction
 
 
@@ -114,23 +123,25 @@ def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> Ow
     """This rank's blocks of the parameters, if the placement cuts them and there is a rank to share them with."""
     if not replica._placement.shards_optimizer or replica._group.single:
         return None
-    owned = OwnedBlocks(replica._managed.params, metas, replica._group, cut=True)
+    groups = replica._shard_groups
+    group = replica._group if groups is None else groups.shard
+    owned = OwnedBlocks(replica._managed.params, metas, group, cut=True)
     if replica._placement.shards_parameters:
-        owned.units = _units(replica, owned)
+        owned.units = _units(replica, owned, group)
     return owned
 
 
-def _units(replica: "DistributedDataParallel", owned: OwnedBlocks) -> Units:
+def _units(replica: "DistributedDataParallel", owned: OwnedBlocks, sharing: Group) -> Units:
     """Take the parameters apart. They are gathered over a duplicate of the group: a rank that does not use a parameter
     reduces its bucket later than others, and so at another place among the gathers."""
     for shard in owned.shards:
         shard.leave_parameter()
-    timeout_s = replica._group.timeout_s
-    transport = replica._group.transport.dup(timeout_s)
-    group = Group(transport.connect() if isinstance(transport, TorchDistTransport) else transport, timeout_s)
+    transport = sharing.transport.dup(sharing.timeout_s)
+    connected = transport.connect() if isinstance(transport, TorchDistTransport) else transport
+    group = Subgroup(connected, sharing.timeout_s, ranks_of(sharing))
     weakref.finalize(replica, group.close)
     modules = find_units(replica.module, replica._units)
-    indices = group_by_unit(modules, replica._managed.params)
+    indices = group_by_unit(modules, replica._managed.params, replica.module)
     return make_units(replica.module, modules, indices, owned.shards, owned.ownership.cuts, group)
 
 
@@ -196,7 +207,11 @@ def _capsules(replica: "DistributedDataParallel", core: Reducer, lane_loop: Lane
 
 
 def _monitor(
-    replica: "DistributedDataParallel", core: Reducer, lane_loop: LaneLoop | None, capsules: CapsuleWriter | None
+    replica: "DistributedDataParallel",
+    core: Reducer,
+    lane_loop: LaneLoop | None,
+    capsules: CapsuleWriter | None,
+    owned: OwnedBlocks | None,
 ) -> ReplicaMonitor | None:
     """What looks after the replica in every step, as far as it was asked for and there is anything to look after."""
     agreement, group = replica._agreement, replica._group
@@ -204,8 +219,15 @@ def _monitor(
         return None
     params = [(n, p) for n, p in replica.module.named_parameters() if n not in replica.parameters_to_ignore]
     buffers = None if lane_loop is None else lane_loop.buffers
-    monitor = ReplicaMonitor(agreement, params, group, buffers, adds=replica._lane_count or 1)
-    monitor.only_adds = lambda: isinstance(core.schedule.reduction, Mean | ScatterMean | FixedOrder | LaneSum)
+    twins, groups = None, replica._shard_groups
+    if owned is not None and groups is not None:
+        instead = replica._placement.shards_parameters
+        every = agreement.state_every if instead else agreement.state_every // 2
+        twins = TwinState(groups, owned.shards, max(1, every), instead=instead)
+    monitor = ReplicaMonitor(agreement, params, group, buffers, adds=replica._lane_count or 1, twins=twins)
+    monitor.only_adds = lambda: isinstance(
+        core.schedule.reduction, Mean | ScatterMean | HybridMean | FixedOrder | LaneSum
+    )
     monitor.on_finding = None if capsules is None else capsules.on_finding
     core.schedule.observer = monitor
     return monitor

@@ -9,7 +9,9 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.agree.state_digest import Piece, Rotation
 from paceline.agree.state_parts import NamedState, optimizer_tensors
+from paceline.collectives.group import Group
 from paceline.replica.lane_buffers import LaneBuffers
+from paceline.replica.twin_state import TwinState
 
 logger = logging.getLogger("paceline")
 
@@ -18,16 +20,22 @@ class ComparedState:
     """Lists the tensors, and has the rotation in which they are compared."""
 
     def __init__(
-        self, params: Sequence[tuple[str, torch.Tensor]], every: int, buffers: LaneBuffers | None = None
+        self,
+        params: Sequence[tuple[str, torch.Tensor]],
+        every: int,
+        buffers: LaneBuffers | None = None,
+        twins: TwinState | None = None,
     ) -> None:
         """`every`: in how many steps all of them are compared. `buffers`: only in lanes are they meant to be equal on
-        all ranks, when a step begins."""
+        all ranks, when a step begins. `twins`: takes turns with this, unless it is compared instead."""
         self.buffers = buffers
+        self.twins = twins
+        self.turns = 2 if twins is not None and not twins.instead else 1
         self.on_device = bool(params) and params[0][1].is_cuda
         self.optimizers: list[weakref.ref[Optimizer]] = []
         self.wide: Callable[[], list[torch.Tensor]] | None = None  # the parameters where others stand in for them
         self.stale = True  # the tensors have to be listed again
-        self.rotation = Rotation([], every)
+        self.rotation = Rotation([], max(1, every // self.turns))
         self.signature = 0  # a digest of their names, shapes and dtypes
         self._params = params
         self._names = {id(param): name for name, param in params}
@@ -48,6 +56,8 @@ class ComparedState:
         state = [pair for known in optimizers for pair in optimizer_tensors(known, self._names)]
         named: NamedState = [*params, *noted, *sorted(state, key=lambda pair: pair[0])]
         self.rotation.renew(named)
+        if self.twins is not None:
+            self.twins.list_anew(optimizers)
         self.stale = False
         self.signature = self.rotation.signature()
         return self.signature
@@ -56,6 +66,13 @@ class ComparedState:
         """All of it, listed anew."""
         self.list_anew()
         return self.rotation.whole()
+
+    def by_group(self, group: Group) -> list[tuple[list[Piece], Group]]:
+        """All that is compared, listed anew, and over which group; `group` is that of all ranks."""
+        of_all = self.whole(), group
+        if self.twins is None:
+            return [of_all]
+        return [*([] if self.twins.instead else [of_all]), (self.twins.rotation.whole(), self.twins.group)]
 
     def compare_parameters_only(self) -> None:
         """Ranks that hold different tensors cannot compare them; parameters are the same everywhere, by agreement."""

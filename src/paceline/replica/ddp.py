@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.utils import clip_grad_norm_
@@ -25,7 +26,7 @@ from paceline.reducer.report import Vote
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.unreduced import has_foreign
 from paceline.reducer.weighting import weighted
-from paceline.replica import arguments, membership, start_equal
+from paceline.replica import arguments, from_meta, membership, start_equal
 from paceline.replica.agreement import Agreement
 from paceline.replica.assembly import assemble, metas_of
 from paceline.replica.forward import after_module, before_module, run_module
@@ -50,6 +51,8 @@ class DistributedDataParallel(TorchSurface):
             hosts and torch.distributed between them ("two-level"), and torch.distributed otherwise ("torch").
             Or a `Transport`. If set, the environment variable PACELINE_TRANSPORT overrides "auto".
         reduction: how a bucket is combined; the mean by default.
+        reduce_dtype: the type in which gradients are summed, such as torch.float32 for a bfloat16 model, under every
+            placement. The result is rounded once, to the type of the gradient. None: the transport decides.
         bucket_plan: "auto" measures the first steps and cuts the buckets so that the last one is reduced soonest;
             "fixed" keeps torch's sizes, as `bucket_cap_mb` and `bucket_cap_mb_list` do when given.
         unused: "zero" accepts parameters that a backward does not use; "error" raises on every rank.
@@ -58,6 +61,8 @@ class DistributedDataParallel(TorchSurface):
         placement: what each rank keeps: "ddp" everything, "zero1" its shards of the optimizer state, "zero2"
             those of the gradients too, "zero3" those of the parameters too. Make the optimizer with
             `model.optimizer()`.
+        shard: over how many consecutive ranks shards are made, such as those of one host: a divisor of the world. The
+            next ranks hold the same shards again. None: over all ranks; 1: as "ddp".
         units: for "zero3", the modules, or classes of them, whose parameters are gathered and freed together. None: the
             repeated blocks of the model.
         lanes: give the same bits in a world of any size up to this number: see `lanes()`. None: PACELINE_LANES of the
@@ -99,11 +104,13 @@ class DistributedDataParallel(TorchSurface):
         overlap: bool = True,
         transport: str | Transport = "auto",
         reduction: Reduction | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
         bucket_plan: str = "auto",
         unused: str = "zero",
         guard: bool = True,
         timeout: float | None = None,
         placement: str = "ddp",
+        shard: int | None = None,
         units: Sequence[type[nn.Module] | nn.Module] | None = None,
         lanes: int | None = None,
         seed: int = 0,
@@ -116,6 +123,7 @@ class DistributedDataParallel(TorchSurface):
         arguments.check_choices(init=init, unused=unused, bucket_plan=bucket_plan)
         arguments.check_objects(timeout=timeout, transport=transport, reduction=reduction)
         arguments.check_together(mixed_precision, reduction, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._reduce_dtype = arguments.check_reduce_dtype(reduce_dtype, mixed_precision, reduction, lanes)
         self.module = module
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
@@ -125,6 +133,7 @@ class DistributedDataParallel(TorchSurface):
         self.mixed_precision = mixed_precision
         self._init_torch_attributes(module, check_reduction, delay_all_reduce_named_params or ())
         init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self._start_device = from_meta.device_of(module, device_ids, process_group or dist.group.WORLD)
         self._transport_choice = transport if isinstance(transport, str) else None  # None: it was given
         self._group = membership.join(self, transport, process_group, device_mesh, timeout)
         given = {
@@ -135,7 +144,7 @@ class DistributedDataParallel(TorchSurface):
         }
         arguments.check_lanes(lanes, seed, self._transport.size, module, **given)
         self._lane_count, self._seed = lanes, seed
-        self._placement, self._units = placement_of(placement), units
+        self._placement, self._shard, self._units = placement_of(placement, shard), shard, units
         if lanes is not None:
             self.forward_sync_buffers = False  # they have a rule of their own: replica/lane_buffers.py
         caps = BucketCaps.from_mib(bucket_cap_mb, bucket_cap_mb_list)
@@ -153,17 +162,18 @@ class DistributedDataParallel(TorchSurface):
         self._reduction: Reduction = reduction or Mean()
         self._guard_refuses = guard
         self._agreement = agreement or (Agreement() if guard else None)
-
         if init_sync:
             start_equal.check_same_model(self, init)
+        self._from_meta = from_meta.begin(self)
         self._manage(device_ids, output_device)
-        if self._placement.shards_optimizer:
-            self._check_placement()
+        self._check_placement()
+        self._shard_groups = membership.form_shard_groups(self, shard)
         if init_sync:
             start_equal.make_equal(self, init, with_buffers=init_sync_buffers)
         if lanes is not None:
             start_equal.warn_of_kernels(kernel_settings(self.device), self._group)
         self._build()
+        from_meta.fill(self)
         if static_graph:
             self._set_static_graph()
 
@@ -234,6 +244,21 @@ class DistributedDataParallel(TorchSurface):
             return
         with self._owned.units.whole():
             yield
+
+    def whole_among(self, ranks: Iterable[int]) -> bool:
+        """Whether these ranks have the whole state of a step between them: every shard of it, or all of it on one rank.
+
+        What is asked is who holds what. That none of them is in the middle of an update is known only by them.
+
+        Example:
+            >>> model = paceline.DistributedDataParallel(net, placement="zero3", shard=2)  # on 4 ranks
+            >>> model.whole_among([0, 3]), model.whole_among([1, 3])
+            (True, False)
+        """
+        known, size = set(ranks), self._group.size
+        if strange := sorted(rank for rank in known if not 0 <= rank < size):
+            raise UsageError(f"whole_among() was given rank {strange[0]}; expected ranks of the group, 0 to {size - 1}")
+        return bool(known) if self._owned is None else self._owned.ownership.whole_among(known)
 
     # ---- what a step is made of
 

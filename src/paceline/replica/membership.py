@@ -13,13 +13,17 @@ most, and a line says so: see `start_equal.resume_from_one_rank`.
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from paceline.collectives.choose import choose
 from paceline.collectives.group import Group
 from paceline.collectives.local import LocalTransport
 from paceline.collectives.protocols import Transport
+from paceline.collectives.subgroup import ShardGroups
 from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.errors import UsageError
+from paceline.placement import shard_size
 from paceline.reducer.participation import discard_in_flight
 from paceline.replica import arguments, start_equal
 from paceline.replica.assembly import reduction_of
@@ -73,10 +77,34 @@ def _own_transport(replica: Any, shared: Transport, timeout_s: float | None) -> 
     """A transport over the same ranks that the collectives of this replica alone go over."""
     if not isinstance(shared, TorchDistTransport):
         return shared.dup(timeout_s)
-    devices = {param.device for param in replica.module.parameters()}
+    devices = _devices_of(replica)
     if replica._transport_choice is None:
         return shared.dup(timeout_s, devices).connect()
     return choose(shared, replica._transport_choice, devices, timeout_s)
+
+
+def _devices_of(replica: Any) -> set[torch.device]:
+    """Where the parameters are, or will be."""
+    return {replica._start_device if param.is_meta else param.device for param in replica.module.parameters()}
+
+
+def form_shard_groups(replica: Any, shard: int | None) -> ShardGroups | None:
+    """The groups of a replica whose shards are over some of its ranks. None: over all of them, or it has none. All
+    ranks call it."""
+    size = shard_size(shard, replica._group.size)
+    if not replica._placement.shards_optimizer or size == replica._group.size:
+        return None
+    wanted = replica._transport_choice or "torch"
+    if replica._transport_choice is None and not isinstance(replica._transport, TorchDistTransport):
+        raise UsageError(
+            f"shard={shard} needs groups of some of the ranks, which only the code that made a "
+            f'{type(replica._transport).__name__} could form; pass the name of a transport, such as "auto"'
+        )
+    devices = _devices_of(replica)
+    base = TorchDistTransport(replica.process_group)
+    groups = ShardGroups.of(base, size, wanted, devices, replica._group.timeout_s)
+    weakref.finalize(replica, groups.close)
+    return groups
 
 
 def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:

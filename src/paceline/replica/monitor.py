@@ -16,6 +16,7 @@ from paceline.replica.agreement import Agreement
 from paceline.replica.compared_state import ComparedState
 from paceline.replica.lane_buffers import LaneBuffers
 from paceline.replica.responses import NonFiniteSteps, resolve_drift
+from paceline.replica.twin_state import TwinState
 
 COMPARED_PER_ROUND = 8  # comparisons on a device within `state_every` steps
 
@@ -34,9 +35,10 @@ class ReplicaMonitor:
         group: Group,
         buffers: LaneBuffers | None = None,
         adds: int = 1,
+        twins: TwinState | None = None,
     ) -> None:
-        """For `params` and `buffers` see `ComparedState`. `adds`: how many gradients are added up, if that is more than
-        one of each rank."""
+        """`adds`: how many gradients are added up, if that is more than one of each rank. For the rest see
+        `ComparedState`."""
         agreement.check_trust(group.size)
         self.agreement = agreement
         self.group = group
@@ -44,7 +46,8 @@ class ReplicaMonitor:
         self.on_finding: Callable[[Kind, str, Sequence[int], bool], None] | None = None
         self.bad_in: Callable[[int], list[str]] = lambda _: []  # whose gradients a gate has found not to be finite
         self.only_adds: Callable[[], bool] = lambda: False  # whether a reduction only adds gradients up
-        self.state = ComparedState(params, max(1, agreement.state_every), buffers)
+        self.state = ComparedState(params, agreement.state_every, buffers, twins)
+        self._signature = 0
         self._compares = bool(agreement.state_every) and not group.single
         self._step = self._compared = 0
         self._digest: PendingDigest | None = None
@@ -73,15 +76,17 @@ class ReplicaMonitor:
         state, every = self.state, self.agreement.state_every
         if state.stale or self._compared % every == 0:
             state.list_anew()
-        first, self._compared = self._compared, self._compared + 1
+        first, turn = divmod(self._compared, state.turns)
+        compared = state.twins if state.twins is not None and (turn or state.twins.instead) else state
+        self._signature, self._compared = compared.signature, self._compared + 1
         # On a device every call costs the host more than the bytes cost the device: several parts are read together.
         on_device = state.on_device and state.buffers is None
         together = max(1, every // COMPARED_PER_ROUND) if on_device else 1
         if first % together:
             return
-        changing = [] if state.buffers is None else state.buffers.changing()
+        changing = [] if state.buffers is None or compared is not state else state.buffers.changing()
         try:
-            parts = [piece.flat() for n in range(first, first + together) for piece in state.rotation.part(n)]
+            parts = [piece.flat() for n in range(first, first + together) for piece in compared.rotation.part(n)]
         except StateReplaced:  # an optimizer was released: its part is compared after the state was listed again
             return
         self._digest = start_digest([*parts, *changing])
@@ -107,15 +112,16 @@ class ReplicaMonitor:
         elif self.looks_at_sums:
             self._finite.look_at_sums(sums, only_added=self.only_adds())
             found = self._finite.taken()
-        return Findings(state, 0 if digest is None else self.state.signature, found)
+        return Findings(state, 0 if digest is None else self._signature, found)
 
     def decide(self, rows: Sequence[StepReport], slots: Sequence[GradSlot] | None) -> Decision:
-        error = None
+        error, positions = None, 1 if self.state.twins is None else self.state.twins.positions
+        signatures = [{row.signature for row in rows[at::positions]} for at in range(positions)]
         if not all(row.signature for row in rows):
             pass
-        elif len({row.signature for row in rows}) > 1:
+        elif any(len(of_twins) > 1 for of_twins in signatures):
             self.state.compare_parameters_only()
-        elif len({row.state for row in rows}) > 1:
+        elif len({(row.signature, row.state) for row in rows}) > len(set().union(*signatures)):
             error = self._resolve_drift(late=slots is None)
         if not self.looks_at_sums:
             return Decision(error=error)
@@ -136,8 +142,8 @@ class ReplicaMonitor:
     # ---- what was found
 
     def _resolve_drift(self, *, late: bool) -> Exception | None:
-        pieces = self.state.whole()  # a weight that drifted has often taken its moments along
-        error, healed = resolve_drift(pieces, self.group, self.agreement, self._step, self._report, late=late)
+        states = self.state.by_group(self.group)  # all of it: a weight that drifted has often taken its moments along
+        error, healed = resolve_drift(states, self.group, self.agreement, self._step, self._report, late=late)
         if healed and self.state.buffers is not None:
             self.state.buffers.put_back()
         return error

@@ -4,12 +4,13 @@ import logging
 from collections.abc import Callable, Sequence
 
 from paceline.agree.capsule import Kind
-from paceline.agree.drift import heal, locate, ranks_text
+from paceline.agree.drift import SEARCH, Drift, heal, locate, ranks_text
 from paceline.agree.finite import OWN, NotFinite, first_not_finite
 from paceline.agree.state_digest import Piece
 from paceline.blocks import lanes_of, listed
+from paceline.collectives.gather import gather_unless_equal
 from paceline.collectives.group import Group
-from paceline.errors import NoMajority, NotFiniteGradients
+from paceline.errors import NoMajority, NotFiniteGradients, ReplicaDrift
 from paceline.reducer.bucket import GradSlot
 from paceline.reducer.report import StepReport
 from paceline.reducer.step_observer import Decision
@@ -24,10 +25,19 @@ Report = Callable[[Kind, str, Sequence[int], bool], bool]
 
 
 def resolve_drift(
-    pieces: Sequence[Piece], group: Group, agreement: Agreement, step: int, report: Report, *, late: bool
+    states: Sequence[tuple[Sequence[Piece], Group]],
+    group: Group,
+    agreement: Agreement,
+    step: int,
+    report: Report,
+    *,
+    late: bool,
 ) -> tuple[Exception | None, bool]:
-    """Find what differs between ranks, and heal it if that was asked for. Returns the error to raise, and whether
-    something was healed."""
+    """Find what differs between the ranks of `group`, and heal it if that was asked for. `states`: what is compared,
+    and over which group. Returns the error to raise, and whether something was healed."""
+    if len(states) > 1 or states[0][1] is not group:
+        return _resolve_in_groups(states, group, agreement, step, report, late=late)
+    pieces, _ = states[0]
     drift = locate(pieces, group, step=step)
     if not drift.tensors:
         logger.warning(
@@ -47,6 +57,55 @@ def resolve_drift(
         return error, False
     logger.warning("healed: %s", drift.text_of_healed(agreement.trust))
     return None, True
+
+
+def _resolve_in_groups(
+    states: Sequence[tuple[Sequence[Piece], Group]],
+    world: Group,
+    agreement: Agreement,
+    step: int,
+    report: Report,
+    *,
+    late: bool,
+) -> tuple[Exception | None, bool]:
+    """The same where twins compare shards: what some of them have found is an error on all ranks of `world`, or is
+    healed by those who have it."""
+    drifts: list[Drift] = []
+    failed: ReplicaDrift | None = None
+    try:
+        drifts += [locate(pieces, group, step=step) for pieces, group in states]
+    except ReplicaDrift as error:
+        failed = error
+    first = failed or next((drift.error() for drift in drifts if drift.tensors), None)
+    told = _tell(first, world)
+    if told is None:
+        logger.warning("ranks reported different digests of their state at step %d, but all of it is equal now", step)
+        return None, False
+    report("divergence", str(told), told.ranks, late)
+    if agreement.drift == "raise":
+        return first or told, False
+    for (pieces, group), drift in zip(states, drifts, strict=failed is None):
+        # Of twins, the one in the shard group of the rank that is trusted.
+        trust = None if agreement.trust is None else agreement.trust // (world.size // group.size)
+        try:
+            if drift.tensors:
+                heal(drift, pieces, group, trust=trust)
+                logger.warning("healed: %s", drift.text_of_healed(agreement.trust))
+        except ReplicaDrift as error:
+            failed = failed or error
+    told = _tell(failed, world)
+    return failed or told, told is None
+
+
+def _tell(error: ReplicaDrift | None, world: Group) -> ReplicaDrift | None:
+    """The error of the first rank that has one, on all ranks."""
+    own = None if error is None else [str(error), list(error.ranks), error.tensor, error.step]
+    told = gather_unless_equal(world, own, SEARCH) or [own]
+    found = next((one for one in told if one is not None), None)
+    if found is None:
+        return None
+    text, ranks, tensor, step = found
+    return ReplicaDrift(text, ranks=ranks, tensor=tensor, step=step)
 
 
 class NonFiniteSteps:

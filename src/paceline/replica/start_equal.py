@@ -39,6 +39,8 @@ def check_same_model(replica: Any, init: str) -> None:
         "skip_all_reduce_unused_params": settings.skip_unused,
         "mixed_precision": replica.mixed_precision,
         "reduction": arguments.describe_reduction(replica._reduction),
+        "reduce_dtype": replica._reduce_dtype,
+        "shard": replica._shard or replica._group.size,
         "placement": replica._placement.name,
         "units": _unit_names(replica) if replica._placement.shards_parameters else None,
         "lanes": replica._lane_count,
@@ -61,7 +63,10 @@ def _unit_names(replica: Any) -> list[str]:
 
 def make_equal(replica: Any, init: str, *, with_buffers: bool) -> None:
     """Start from the values of rank 0, or make sure that all ranks have the same."""
-    named = _tensors_of(replica, with_buffers=with_buffers)
+    start = replica._from_meta  # what it has to fill gets its values later, and they are equal
+    named = [
+        pair for pair in _tensors_of(replica, with_buffers=with_buffers) if start is None or not start.has(pair[1])
+    ]
     if init == "verify":
         verify_values(named, replica._group)
     else:
@@ -78,9 +83,9 @@ def _tensors_of(replica: Any, *, with_buffers: bool) -> list[tuple[str, torch.Te
 def _describe(name: str, p: torch.Tensor) -> list[Any]:
     """What of a parameter or buffer must be equal on all ranks."""
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
-        return [name, "uninitialized", str(p.dtype), "uninitialized", p.requires_grad]
+        return [name, "uninitialized", str(p.dtype), "uninitialized", p.requires_grad, "not meta"]
     strides = list(p.stride()) if p.layout == torch.strided else []
-    return [name, list(p.shape), str(p.dtype), strides, p.requires_grad]
+    return [name, list(p.shape), str(p.dtype), strides, p.requires_grad, "meta" if p.is_meta else "not meta"]
 
 
 def warn_of_kernels(mine: dict[str, str], group: Group) -> None:
@@ -102,7 +107,7 @@ def warn_of_kernels(mine: dict[str, str], group: Group) -> None:
 def _first_difference(described: Sequence[dict[str, Any]]) -> str:
     base = described[0]
     for rank, other in enumerate(described):
-        for key in ("placement", *base["settings"]):  # other settings follow from the placement
+        for key in ("shard", "placement", *base["settings"]):  # other settings follow from the placement
             value = base["settings"].get(key)
             if other["settings"].get(key) != value:
                 return (
@@ -123,7 +128,9 @@ def _first_difference(described: Sequence[dict[str, Any]]) -> str:
                     f"parameters or buffers are registered in a different order, or under different names: where rank "
                     f"0 has {here[0]}, rank {rank} has {there[0]}; build the model the same way on every rank"
                 )
-            for what, a, b in zip(("shape", "dtype", "strides", "requires_grad"), here[1:], there[1:], strict=True):
+            for what, a, b in zip(
+                ("shape", "dtype", "strides", "requires_grad", "device"), here[1:], there[1:], strict=True
+            ):
                 if a != b:
                     return (
                         f"ranks wrapped different models: {here[0]} has {what} {a} on rank 0 and {b} on rank {rank}; "

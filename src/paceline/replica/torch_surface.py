@@ -21,6 +21,7 @@ from paceline.collectives.group import Group, finish
 from paceline.collectives.protocols import Op, Transport
 from paceline.collectives.reduction import GradBucket
 from paceline.collectives.reduction_protocol import Reduction
+from paceline.collectives.subgroup import ShardGroups
 from paceline.collectives.wait import FutureWork
 from paceline.errors import IllegalMove, UsageError
 from paceline.placement import Placement
@@ -30,6 +31,7 @@ from paceline.reducer.reducer import Reducer
 from paceline.reducer.settings import ReducerSettings
 from paceline.replica import arguments, membership, start_equal
 from paceline.replica.capsules import CapsuleWriter
+from paceline.replica.from_meta import FromMeta
 from paceline.replica.join import ReplicaJoinHook
 from paceline.replica.lane_loop import LaneLoop
 from paceline.replica.logging_data import TorchLogger
@@ -54,6 +56,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         _managed: arguments.Managed
         _lane_count: int | None
         _placement: Placement
+        _reduce_dtype: torch.dtype | None
         _agreement: Any
 
     # Not made where torch.compile has chosen torch's own Python reducer.
@@ -61,6 +64,8 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     _narrow: NarrowParameters | None = None
     _capsules: CapsuleWriter | None = None
     _owned: OwnedBlocks | None = None
+    _shard_groups: ShardGroups | None = None
+    _from_meta: FromMeta | None = None
     _in_default_group = False  # and so in the one that is formed after it
     _group_is_gone = False  # see membership.py
     _joins_later = False  # a copy that has not been trained yet
@@ -217,6 +222,11 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         """
         self._check_comm_hook(hook)
         self._refuse_in_lanes("a communication hook")
+        if self._reduce_dtype is not None:
+            raise UsageError(
+                f"a communication hook cannot be combined with reduce_dtype={self._reduce_dtype}: it decides in which "
+                f"type gradients are summed; leave reduce_dtype= out"
+            )
         self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(hook.__qualname__)
         if self._use_python_reducer:
@@ -359,6 +369,8 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
 
     def _check_placement(self) -> None:
         """Refuse, before anything is started, what cannot be had in shards."""
+        if not self._placement.shards_optimizer:
+            return
         self._refuse_in_shards("mixed_precision=", given=self.mixed_precision is not None)
         self._refuse_in_shards("a module on several devices", given=self.is_multi_device_module)
         self._refuse_in_shards('optimize_ddp="python_reducer"', given=self._use_python_reducer)

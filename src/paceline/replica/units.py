@@ -53,10 +53,13 @@ class _Whole:
 
     def __init__(self, shard: Shard, places: Sequence[Place]) -> None:
         self.shard = shard
-        if shard.param.untyped_storage().nbytes() != shard.param.nbytes:  # not ours to free: others look at it too
+        self._nbytes = shard.param.nbytes
+        storage = shard.param.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self._nbytes)
+        elif storage.nbytes() != self._nbytes:  # not ours to free: others look at it too
             shard.param.data = shard.param.data.clone()
         self.full = shard.param.data
-        self._nbytes = self.full.untyped_storage().nbytes()
         self._places = places
         self._nan = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device).expand(self.full.shape)
 
@@ -108,6 +111,10 @@ class Unit:
             homes = [wholes[at].shard.block for at in some]
             own = [home for home in homes if home.numel()]
             self._gathers.append(BlockGather(own, blocks, tag=number, direct=True))
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [whole.shard.param for whole in self._wholes]
 
     def start(self, group: Group) -> None:
         """Begin to gather the parameters, unless they are there. In shared memory they are read where they are, so the
@@ -215,6 +222,7 @@ class Units:
         """`units`: one for each of `modules`, and one more for what is in none of them. `indices`: of their
         parameters."""
         self._group = group
+        self._module, self._modules = module, list(modules)
         self.indices = indices
         self._units = list(units)
         self._root = units[-1]
@@ -231,9 +239,10 @@ class Units:
         self._hooks += [
             module.register_state_dict_pre_hook(_Hook(self._open_whole)),
             module.register_state_dict_post_hook(_Hook(self._after_state)),
-            module.register_load_state_dict_pre_hook(_Hook(self._open_whole)),
-            module.register_load_state_dict_post_hook(_Hook(self._close_whole)),
         ]
+        for owner, unit in [*zip(modules, units[:-1], strict=True), (module, self._root)]:  # one after another
+            self._hooks.append(owner.register_load_state_dict_pre_hook(_Hook(self._open_unit, unit)))
+            self._hooks.append(owner.register_load_state_dict_post_hook(_Hook(self._close_unit, unit)))
         self.follow_update()
 
     def close(self) -> None:
@@ -345,6 +354,30 @@ class Units:
         for unit in self._units:
             self._free(unit)
 
+    def fill(self, write: Callable[[Unit, Sequence[nn.Module]], None]) -> None:
+        """Have parameters written unit by unit, with the modules that each has; last those in none. All ranks call it.
+        The root is there throughout: units may share its parameters."""
+        inside = [list(owner.modules()) for owner in self._modules]
+        rest = set(self._module.modules()).difference(*inside)
+        done: set[nn.Module] = set()
+        self._open_unit(self._root)
+        # Those inside others first, and so each module with the unit that has its parameters.
+        for unit, modules in sorted(zip(self._units[:-1], inside, strict=True), key=lambda pair: len(pair[1])):
+            self._open_unit(unit)
+            write(unit, [owner for owner in modules if owner not in done])
+            done.update(modules)
+            self._close_unit(unit)
+        write(self._root, list(rest))
+        self._close_unit(self._root)
+
+    def _open_unit(self, unit: Unit, *_: Any) -> None:
+        unit.gather(self._group)
+
+    def _close_unit(self, unit: Unit, *_: Any) -> None:
+        with torch.no_grad():
+            unit.keep_changes()
+        self._free(unit)
+
     def keep_changes(self) -> None:
         """Take over what was done to parameters that someone has asked to have as a whole."""
         if self._open:
@@ -378,4 +411,5 @@ def make_units(
         name = names[id(modules[number])] if number < len(modules) else "the root of the model"
         wholes = [_Whole(shards[index], places[id(shards[index].param)]) for index in some]
         units.append(Unit(name, number, wholes, [cuts[index] for index in some]))
+        units[-1].free()
     return Units(module, modules, units, indices, group)

@@ -1,5 +1,6 @@
 """The mean in another type on the wire: a narrower one, which saves bytes, or a wider one, which is rounded once."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,11 @@ class Wide:
         if narrow.is_sparse:
             return mean_of_rows(narrow, transport)
         return _send_as(torch.promote_types(narrow.dtype, self.dtype), narrow, Op.MEAN, transport)
+
+
+def mean_in(dtype: torch.dtype, given: Iterable[torch.dtype]) -> Wide | Wire:
+    """The mean of gradients of the types `given`, added in `dtype`."""
+    return Wide(dtype) if all(torch.promote_types(one, dtype) is dtype for one in given) else Wire(dtype)
 
 
 def _send_as(dtype: torch.dtype, flat: torch.Tensor, op: Op, transport: Transport) -> Flight:

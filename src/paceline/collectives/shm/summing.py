@@ -58,10 +58,12 @@ class Summing:
             for other in piece[1:]:
                 other.copy_(piece[0])
 
-    def scatter(self, rank: int) -> None:
-        """Combine and divide, for one rank alone."""
+    def scatter(self, ranks: Sequence[int]) -> None:
+        """Combine and divide, for these ranks alone."""
         for piece in self._pieces:
-            self._sum(piece, self._divide_by, into=rank)
+            self._sum(piece, self._divide_by, into=ranks[0])
+            for other in ranks[1:]:
+                piece[other].copy_(piece[ranks[0]])
 
     def sum(self) -> None:
         """Combine only; the result of this host is then in `result`. Half precision is divided here, or the sum of the

@@ -25,7 +25,7 @@ from paceline.collectives.shm.codes import CodedCall
 from paceline.collectives.shm.crossing import Channel
 from paceline.collectives.shm.engine import Engine, Operation
 from paceline.collectives.shm.mesh import Mesh
-from paceline.collectives.shm.prepare import Sources
+from paceline.collectives.shm.prepare import Sources, owned_slice
 from paceline.collectives.shm.summing import Summing, new_scratch
 from paceline.collectives.watch import StoreWatch
 from paceline.errors import CollectiveError
@@ -128,9 +128,12 @@ class ShmTransport:
         if not self.holds(flat):
             return self.all_reduce(flat, op)
 
+        twins = [self.rank, *(r for r in range(self.rank % len(spans), self.size, len(spans)) if r != self.rank)]
+
         def read(copies: Sources) -> None:
-            for span in spans[self.rank]:
-                Summing(copies, op, span, self.size, self._scratch).scatter(self.rank)
+            for begin, end in spans[self.rank % len(spans)]:
+                low, high = owned_slice(end - begin, flat.itemsize, self.rank // len(spans), len(twins))  # of each twin
+                Summing(copies, op, (begin + low, begin + high), self.size, self._scratch).scatter(twins)
 
         return self._offer(codes.REDUCE_SCATTER | codes.OPS[op] | codes.DTYPES[flat.dtype], flat, read)
 
