@@ -84,8 +84,8 @@ class BlockGather:
     def _check_tags(self, tags: Sequence[float], group: Group, what: str) -> None:
         if strange := [rank for rank, tag in zip(ranks_of(group), tags, strict=True) if tag != self._tag]:
             raise CollectiveMismatch(
-                f"rank {ranks_of(group)[group.rank]} is gathering {what} while rank {strange[0]} is gathering something "
-                f"else, or made another number of updates; all ranks must run the same parts of the model in the same "
-                f"order, and call optimizer.step() alike",
+                f"rank {ranks_of(group)[group.rank]} is gathering {what} while rank {strange[0]} is gathering "
+                f"something else, or made another number of updates; all ranks must run the same parts of the model in "
+                f"the same order, and call optimizer.step() alike",
                 ranks=strange,
             )

@@ -47,9 +47,8 @@ class ReplicaMonitor:
         self.bad_in: Callable[[int], list[str]] = lambda _: []  # whose gradients a gate has found not to be finite
         self.only_adds: Callable[[], bool] = lambda: False  # whether a reduction only adds gradients up
         self.state = ComparedState(params, agreement.state_every, buffers, twins)
-        self._signature = 0
         self._compares = bool(agreement.state_every) and not group.single
-        self._step = self._compared = 0
+        self._step = self._compared = self._signature = 0
         self._digest: PendingDigest | None = None
         self._finite = FiniteCheck(max(group.size, adds))
         self._non_finite = NonFiniteSteps(agreement, group, self._report)
