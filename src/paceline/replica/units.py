@@ -371,9 +371,12 @@ class Units:
         self._close_unit(self._root)
 
     def _open_unit(self, unit: Unit, *_: Any) -> None:
-        unit.gather(self._group)
+        if not self._left_in_shards:
+            unit.gather(self._group)
 
     def _close_unit(self, unit: Unit, *_: Any) -> None:
+        if self._left_in_shards:
+            return
         with torch.no_grad():
             unit.keep_changes()
         self._free(unit)
