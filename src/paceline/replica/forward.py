@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.progress import Phase, own_progress
 from paceline.reducer.autograd import refuse_compiled_autograd, tensors_in
@@ -67,7 +67,7 @@ def run_module(replica: "DistributedDataParallel", *inputs: Any, **kwargs: Any) 
     try:
         # torch's way tells torch.compile to split graphs at buckets: if it is there, and there are buckets.
         if "torch._dynamo" in sys.modules and (replica._use_python_reducer or not replica._core.is_alone()):
-            return nn.parallel.DistributedDataParallel._run_ddp_forward(replica, *inputs, **kwargs)
+            return TorchDDP._run_ddp_forward(replica, *inputs, **kwargs)
         return replica.module(*inputs, **kwargs)
     except BaseException as error:
         if replica._narrow is not None:
