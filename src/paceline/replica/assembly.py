@@ -240,5 +240,5 @@ def _gate(replica: "DistributedDataParallel", core: Reducer, monitor: ReplicaMon
     gate = UpdateGate(core, names, looks=monitor is not None and monitor.looks_at_sums)
     if monitor is not None:
         monitor.bad_in = gate.bad_in
-        gate.on_checked = monitor.decide_alone if replica._group.single else None
+        gate.on_checked = monitor.non_finite.decide_alone if replica._group.single else None
     return gate

@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 from paceline.agree.state_digest import Piece, Rotation
 from paceline.agree.state_parts import NamedState, optimizer_tensors
 from paceline.collectives.group import Group
+from paceline.reducer.report import StepReport
 from paceline.replica.lane_buffers import LaneBuffers
 from paceline.replica.twin_state import TwinState
 
@@ -73,6 +74,17 @@ class ComparedState:
         if self.twins is None:
             return [of_all]
         return [*([] if self.twins.instead else [of_all]), (self.twins.rotation.whole(), self.twins.group)]
+
+    def differs(self, rows: Sequence[StepReport]) -> bool:
+        """Whether ranks have reported different digests of the same tensors. All ranks ask, with the same reports."""
+        if not all(row.signature for row in rows):
+            return False
+        positions = 1 if self.twins is None else self.twins.positions
+        signatures = [{row.signature for row in rows[at::positions]} for at in range(positions)]
+        if any(len(of_twins) > 1 for of_twins in signatures):
+            self.compare_parameters_only()
+            return False
+        return len({(row.signature, row.state) for row in rows}) > len(set().union(*signatures))
 
     def compare_parameters_only(self) -> None:
         """Ranks that hold different tensors cannot compare them; parameters are the same everywhere, by agreement."""

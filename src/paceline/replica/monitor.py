@@ -51,7 +51,7 @@ class ReplicaMonitor:
         self._step = self._compared = self._signature = 0
         self._digest: PendingDigest | None = None
         self._finite = FiniteCheck(max(group.size, adds))
-        self._non_finite = NonFiniteSteps(agreement, group, self._report)
+        self.non_finite = NonFiniteSteps(agreement, group, self._report)
 
     @property
     def looks_at_sums(self) -> bool:
@@ -114,28 +114,19 @@ class ReplicaMonitor:
         return Findings(state, 0 if digest is None else self._signature, found)
 
     def decide(self, rows: Sequence[StepReport], slots: Sequence[GradSlot] | None) -> Decision:
-        error, positions = None, 1 if self.state.twins is None else self.state.twins.positions
-        signatures = [{row.signature for row in rows[at::positions]} for at in range(positions)]
-        if not all(row.signature for row in rows):
-            pass
-        elif any(len(of_twins) > 1 for of_twins in signatures):
-            self.state.compare_parameters_only()
-        elif len({(row.signature, row.state) for row in rows}) > len(set().union(*signatures)):
+        error = None
+        if len({(row.signature, row.state) for row in rows}) > 1 and self.state.differs(rows):
             error = self._resolve_drift(late=slots is None)
         if not self.looks_at_sums:
             return Decision(error=error)
         bad = self.bad_in(rows[0].reduction) if slots is None else []
-        decision = self._non_finite.decide(rows, slots, bad, self._step)
+        decision = self.non_finite.decide(rows, slots, bad, self._step)
         return decision if error is None else Decision(decision.drops_gradients, error)
-
-    def decide_alone(self, step: int, bad: list[str]) -> None:
-        """In a world of one on a device, which has no reports: whose gradients were not finite in `step`. May raise."""
-        self._non_finite.decide_alone(step, bad)
 
     def begin_anew(self) -> None:
         """The group has moved to ranks that have compared nothing yet."""
         self.state.stale = True
-        self._compared = self._non_finite.in_a_row = 0
+        self._compared = self.non_finite.in_a_row = 0
         self._digest = None
 
     # ---- what was found
