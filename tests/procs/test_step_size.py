@@ -15,7 +15,7 @@ from tests.pool import Pool
 
 HOME = Path(paceline.__file__).parent
 WARM, TRACED, ROUNDS = 12, 3, 3
-# Lines and files, by transport: room for what a plain step has to do, and for no more. FSDP2's step enters 3,936 lines in 5 files.
+# Lines and files, by transport: room for what a plain step has to do. FSDP2's step enters 3,936 lines in 5 files.
 MOST = {"torch": (3400, 16), "shm": (4200, 20)}
 
 
