@@ -23,7 +23,7 @@ import paceline
 from paceline.bench.results import dump_json
 from paceline.train.config import TrainConfig
 from paceline.train.model import GPT
-from paceline.train.optimizer import adamw
+from paceline.train.optimizer import matrices_and_vectors
 from paceline.train.run_folder import RunFolder
 from paceline.train.samples import prepare
 
@@ -83,7 +83,10 @@ def parts(batch: int) -> tuple[TrainConfig, Callable[[], Any], GPT, torch.optim.
         place += batch
         return tuple(torch.stack(part).pin_memory().cuda(non_blocking=True) for part in (tokens, targets))
 
-    return config, next_batch, net, adamw(net, config)
+    matrices, vectors = matrices_and_vectors(net)
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    return config, next_batch, net, optimizer
 
 
 def rate(step: Callable[[], None], samples: int) -> float:
