@@ -3,6 +3,7 @@
 Clients are imported by the ranks alone, once, because that takes seconds.
 """
 
+import gc
 import importlib
 import os
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 import paceline
 from paceline.errors import NotWhole
+from paceline.replica.live import all_replicas
 from tests.clients.job import EPOCHS, STEPS, Client, Job, Trained, readme_block, sharded, small_model
 from tests.pool import Pool
 
@@ -108,6 +110,8 @@ def train_in_shards(rank: int, size: int, client: str, placement: str, folder: P
             resumed = loop.train(how, ddp, folder / f"{saved.name}-{how.placement}", loop.checkpoint(saved))
             assert len(resumed.losses) == len(expected.losses) // 2
             same(expected, resumed)
+    gc.collect()
+    assert not all_replicas(), "kept alive by a trainer whose module has a reference to it"
 
 
 @pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3"])

@@ -336,6 +336,17 @@ def test_a_parameter_with_other_memory_is_followed() -> None:
         assert_as_ddp(placement, loop)
 
 
+def test_whole_gradients_beside_masters_are_zeroed_and_kept() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(mlp(9, 70, 5).bfloat16(), transport=transport)
+        model.optimizer(torch.optim.SGD, lr=1e-3, master=torch.float32)
+        model(draw(0, 4, 9).bfloat16()).sum().backward()
+        model.zero_grad(set_to_none=False)
+        assert all(param.grad is not None and not param.grad.any() for param in model.module.parameters())
+
+    run(body, 2)
+
+
 @pytest.mark.parametrize("placement", ["ddp", *SHARDED])
 def test_masters_follow_changed_weights(placement: str) -> None:
     def body(transport: Transport) -> None:

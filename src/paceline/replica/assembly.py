@@ -1,8 +1,9 @@
 """The parts of a replica, made and joined: reducer, lanes, monitor, capsules, gate and guard."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ BUCKETS_IN_TURN = 2  # that have memory at a time, where gradients are sharded: 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What a replica is made of. It holds none of the replica itself, which could then never be let go."""
+    """What a replica is made of."""
 
     core: Reducer
     gate: UpdateGate
@@ -55,14 +56,22 @@ class Assembly:
     owned: OwnedBlocks | None
     state_hooks: Sequence[RemovableHandle]
 
-    def close(self) -> None:
-        """Leave the parameters and the module as they were."""
-        self.guard.close()
-        if self.owned is not None and self.owned.units is not None:
-            self.owned.units.close()
-        self.core.hooks.close()
-        for hook in self.state_hooks:
-            hook.remove()
+    def closer(self) -> Callable[[], None]:
+        """What leaves the parameters and the module as they were. It does not keep the units alive: they hold the
+        module, which may hold the replica, as that of a trainer does."""
+        units = None if self.owned is None or self.owned.units is None else weakref.ref(self.owned.units)
+        return partial(_close, self.guard, self.core, self.state_hooks, units)
+
+
+def _close(
+    guard: StepGuard, core: Reducer, state_hooks: Sequence[RemovableHandle], units: "weakref.ref[Units] | None"
+) -> None:
+    guard.close()
+    if units is not None and (alive := units()) is not None:
+        alive.close()
+    core.hooks.close()
+    for hook in state_hooks:
+        hook.remove()
 
 
 def assemble(replica: "DistributedDataParallel") -> Assembly:
@@ -88,11 +97,23 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
         state_hooks = narrow.widen_before_state_is_read(replica.module)
         cast_buffers(replica.module, config.buffer_dtype, replica.parameters_to_ignore)
     if owned is not None and owned.units is not None:
-        core.on_finished = owned.units.end_backward
-        core.on_failed = owned.units.fail
+        core.on_finished = _weakly(owned.units.end_backward)
+        core.on_failed = _weakly(owned.units.fail)
         if monitor is not None and replica._shard_groups is None:
             monitor.stop_comparing()  # no two ranks have anything that is meant to be equal
     return Assembly(core, gate, guard, lane_loop, capsules, narrow, owned, state_hooks)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Call a method of something that is not kept alive by that: hooks of parameters hold the reducer where Python's
+    collector cannot see it, and units hold the module."""
+    found = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := found()) is not None:
+            alive()
+
+    return call
 
 
 def _show_progress() -> None:

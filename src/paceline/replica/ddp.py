@@ -190,7 +190,7 @@ class DistributedDataParallel(TorchSurface):
         self._core, self._gate, self._lane_loop = built.core, built.gate, built.lane_loop
         self._narrow, self._capsules, self._owned = built.narrow, built.capsules, built.owned
         self.reducer = TorchReducer(self._core)
-        self._closing = weakref.finalize(self, built.close)
+        self._closing = weakref.finalize(self, built.closer())
 
     # ---- a step
 

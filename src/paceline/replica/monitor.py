@@ -37,8 +37,7 @@ class ReplicaMonitor:
         adds: int = 1,
         twins: TwinState | None = None,
     ) -> None:
-        """`adds`: how many gradients are added up, if that is more than one of each rank. For the rest see
-        `ComparedState`."""
+        """`adds`: how many gradients are added up, if more than one of each rank. For the rest see `ComparedState`."""
         agreement.check_trust(group.size)
         self.agreement = agreement
         self.group = group
@@ -50,6 +49,7 @@ class ReplicaMonitor:
         self._compares = bool(agreement.state_every) and not group.single
         self._step = self._compared = self._signature = 0
         self._digest: PendingDigest | None = None
+        self._adds = adds
         self._finite = FiniteCheck(max(group.size, adds))
         self.non_finite = NonFiniteSteps(agreement, group, self._report)
 
@@ -127,7 +127,7 @@ class ReplicaMonitor:
         """The group has moved to ranks that have compared nothing yet."""
         self.state.stale = True
         self._compared = self.non_finite.in_a_row = 0
-        self._digest = None
+        self._digest, self._finite = None, FiniteCheck(max(self.group.size, self._adds))
 
     # ---- what was found
 

@@ -163,7 +163,8 @@ class OwnedBlocks:
         return whole
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        for shard in self.shards:
+        """Throw away, or zero, what this rank has in shards. Gradients that are whole are torch's to zero."""
+        for shard in self.shards if self.cut else ():
             shard.drop() if set_to_none else shard.zero()
 
 
