@@ -146,7 +146,7 @@ class BucketCaps:
 
 
 def aligned(numel: int, dtype: torch.dtype) -> int:
-    """So many elements, and more up to the next boundary."""
+    """`numel`, rounded up to a multiple of ALIGN_BYTES."""
     align = max(1, ALIGN_BYTES // dtype.itemsize)
     return -(-numel // align) * align
 

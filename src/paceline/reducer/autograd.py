@@ -108,7 +108,7 @@ class Backward:
     task: int
     thread: int  # that it began on
     running: "weakref.ref[Callable[[], None]]"  # dead when the backward ended without its callback
-    adds: bool | None  # whether it is a backward() and not an grad(), if that can be told
+    adds: bool | None  # whether it is a backward() and not a grad(), if that can be told
     syncs: bool
     alone: bool  # there is no one to reduce with: gradients stay where autograd put them
     delivered: bool = False  # some parameter got a gradient

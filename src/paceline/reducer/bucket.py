@@ -252,7 +252,7 @@ class Bucket:
             self.streams.join()
 
     def zero(self, slot: GradSlot) -> None:
-        """Have zeros in the place of a gradient, when the bucket is launched at the latest."""
+        """Zero this slot, no later than launch."""
         if self.in_turn:
             self._zeros.append(slot)
         else:

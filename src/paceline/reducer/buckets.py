@@ -172,7 +172,7 @@ class Schedule:
         self._trace = trace
         self._next = 0  # the bucket whose turn it is
         self._completed = 0  # how many are known to have completed
-        self._patient = True  # no rank was late for longer in this reduction
+        self._patient = True  # no wait of this reduction has exceeded PATIENCE_S
 
     def begin(self) -> None:
         """A backward begins."""

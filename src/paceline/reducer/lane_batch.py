@@ -58,7 +58,7 @@ class LaneBatch:
         return self.lanes.backwards > 0
 
     def counts(self, role: StepRole) -> bool:
-        return role in (StepRole.FULL, StepRole.SKIPPED)  # of a skipped lane, earlier ones have used what they have
+        return role in (StepRole.FULL, StepRole.SKIPPED)  # before a skipped lane, others did use parameters
 
     def shape_digest(self) -> int:
         return lane_shapes.shape_digest(self.lanes)

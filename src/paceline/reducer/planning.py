@@ -50,7 +50,7 @@ class Planning:
         return self._group.transport
 
     def begin(self, number: int, *, multi_step: bool) -> None:
-        """Reduction `number` begins. A `multi_step` one may keep state by bucket, so its buckets are not cut anew."""
+        """Reduction `number` begins. Communication hooks (`multi_step`) may keep state by bucket: no new cuts then."""
         self._number = number
         wanted = self._plans and not (self._group.single or self.settled or multi_step) and self.plan is None
         self.measures = wanted and (self._transport.traits(self._device).progress_on_caller or number >= self._plan_at)

@@ -227,7 +227,7 @@ class Units:
         self._units = list(units)
         self._root = units[-1]
         self._last: list[Unit] = []  # in the order in which the last forward ran them
-        self._running: list[Unit] = []  # the same of the forward that runs
+        self._running: list[Unit] = []  # units run so far in this forward
         self._open = 0  # how many have asked for the whole
         self._left_in_shards = False  # by state_dict() and load_state_dict() of the module
         self._failed = False

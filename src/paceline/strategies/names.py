@@ -1,4 +1,4 @@
-"""Reductions by the names that the command line and configuration files use."""
+"""The built-in reductions by name, for a caller that reads its choice from text."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

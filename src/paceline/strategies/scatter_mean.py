@@ -139,7 +139,7 @@ class _Scatter:
         self._rows = received.view(rows, width)[:, : sum(sizes[transport.rank])]
 
     def total(self) -> torch.Tensor:
-        """What this rank's parts add up to, one behind the other."""
+        """What this rank's parts add up to, concatenated."""
         total = self._rows[0].to(self._wide)
         for row in self._rows[1:]:
             total.add_(row)
@@ -168,7 +168,7 @@ def _windows(parts: Parts, most: int) -> Iterator[list[list[torch.Tensor]]]:
 
 
 def _window(parts: Sequence[torch.Tensor], begin: int, end: int) -> Iterator[torch.Tensor]:
-    """What of flat parts, one behind the other, is between two places."""
+    """What lies between `begin` and `end` in the concatenation of flat parts."""
     at = 0
     for part in parts:
         piece = part[max(0, begin - at) : max(0, end - at)]
