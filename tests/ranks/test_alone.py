@@ -87,7 +87,7 @@ def test_a_replica_that_is_alone_takes_parameters_over_from_one_that_is_not() ->
         alone = DDP(net, transport=LocalTransport())
         if transport.rank == 0:  # the others know nothing of it
             alone(torch.ones(1, 3)).sum().backward()
-        assert together._core.reductions == 0
+        assert together._core.reductions_begun == 0
 
     run(body, 2)
 

@@ -33,7 +33,7 @@ reports = st.builds(
     abort=st.sampled_from(Abort),
     skipped=st.booleans(),
     votes=st.sampled_from([Vote.NOTHING, Vote.STOP, Vote.SAVE | Vote.EXHAUSTED]),
-    calls=st.integers(-(2**63), 2**63 - 1),
+    launch_digest=st.integers(-(2**63), 2**63 - 1),
     used=st.lists(st.integers(0, 2**BITS - 1), max_size=4).map(tuple),
     lane_weights=st.lists(st.floats(allow_nan=False), max_size=9).map(tuple),
 )

@@ -160,8 +160,8 @@ class Schedule:
         self.batch: RankBatch | LaneBatch  # what of the global batch this rank runs
         self.scale = 1.0  # by what gradients are multiplied on their way into a bucket
         self.observer: StepObserver | None = None
-        self.number = 0  # of the reduction that runs, or of the last one; equal on all ranks
-        self.calls = 0  # digest of the buckets launched so far; equal on all ranks
+        self.reductions_begun = 0  # also the number of the one that runs, or ran last; equal on all ranks
+        self.launch_digest = 0  # of the buckets launched so far; equal on all ranks
         self.polls = False  # whether work goes on only when it is asked for
         self.broken = False  # a reduction itself raised, so it is not known what the other ranks were sent
         self._bucket_set = buckets
@@ -186,7 +186,7 @@ class Schedule:
 
     def start_over(self) -> None:
         """With another set of ranks, which have reduced nothing together."""
-        self.number = self.calls = 0
+        self.reductions_begun = self.launch_digest = 0
 
     @property
     def stream_ordered(self) -> bool:
@@ -226,10 +226,10 @@ class Schedule:
                 return
             bucket.complete(self.scale)
             bucket.move(BucketState.IN_FLIGHT)
-            self._trace.stamp(Moment.LAUNCHED, self.number, bucket.spec.index)
+            self._trace.stamp(Moment.LAUNCHED, self.reductions_begun, bucket.spec.index)
             if not bucket.skipped:
                 blocks = self.batch.blocks(bucket.spec.index, bucket.flat)
-                self.calls = hash((self.calls, bucket.key))
+                self.launch_digest = hash((self.launch_digest, bucket.key))
                 if self.observer is not None and self.observer.looks_at_sums:
                     self.observer.look_at_own([part for _, part in blocks] or [bucket.flat])
                 last = self._next == len(buckets) - 1
@@ -255,7 +255,7 @@ class Schedule:
             return True
         before = self._bucket_set.buckets[index - turns]
         if before.flight is not None and not self.stream_ordered and not before.flight.work.done():
-            what = f"bucket {index - turns} of backward {self.number}"
+            what = f"bucket {index - turns} of backward {self.reductions_begun}"
             self._patient = self._patient and self._group.wait_a_moment(before.flight.work, what, PATIENCE_S)
             if not self._patient:
                 return False
@@ -272,14 +272,14 @@ class Schedule:
         if bucket.state is BucketState.REDUCED:
             return
         index = bucket.spec.index
-        self._trace.stamp(Moment.WAIT_ENTERED, self.number, index)
+        self._trace.stamp(Moment.WAIT_ENTERED, self.reductions_begun, index)
         if bucket.flight is not None:
             if not (self.stream_ordered and bucket.flight.work.wait(0.0)):
-                self._wait(bucket.flight.work, f"bucket {index} of backward {self.number}")
+                self._wait(bucket.flight.work, f"bucket {index} of backward {self.reductions_begun}")
                 self._note_completed()
             bucket.store_result(bucket.flight.result())
         bucket.move(BucketState.REDUCED)
-        self._trace.stamp(Moment.WAIT_LEFT, self.number, index)
+        self._trace.stamp(Moment.WAIT_LEFT, self.reductions_begun, index)
 
     def any_under_way(self) -> bool:
         """Whether a collective is under way. Asking lets a work of several collectives go on with the next one."""
@@ -291,5 +291,5 @@ class Schedule:
             flight = self._bucket_set.buckets[self._completed].flight
             if flight is not None and not flight.work.done():
                 return
-            self._trace.stamp(Moment.COMPLETED, self.number, self._completed)
+            self._trace.stamp(Moment.COMPLETED, self.reductions_begun, self._completed)
             self._completed += 1

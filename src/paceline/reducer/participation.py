@@ -129,7 +129,7 @@ def _leave(reducer: "Reducer") -> None:
     """
     with reducer.lock, torch.no_grad():
         pending = reducer.step_state.forwards_pending
-        waited_for = pending == 1 or (pending and reducer.reductions)
+        waited_for = pending == 1 or (pending and reducer.reductions_begun)
         if reducer.backwards.failed():
             abandon(reducer)
         elif waited_for and not reducer.batch.has_lanes and not reducer.backwards.running() and not reducer.is_alone():

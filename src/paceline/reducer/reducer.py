@@ -94,9 +94,9 @@ class Reducer:
         return self.group.transport
 
     @property
-    def reductions(self) -> int:
-        """How many have begun so far: equal on all ranks."""
-        return self.schedule.number
+    def reductions_begun(self) -> int:
+        """Also the number of the reduction that runs, or ran last: equal on all ranks."""
+        return self.schedule.reductions_begun
 
     # ---- the way of a gradient
 
@@ -130,7 +130,7 @@ class Reducer:
             bucket.missing -= 1
             if bucket.missing == 0:
                 bucket.move(BucketState.FULL)
-                self.trace.stamp(Moment.READY, schedule.number, bucket.spec.index)
+                self.trace.stamp(Moment.READY, schedule.reductions_begun, bucket.spec.index)
                 schedule.launch()
             if schedule.polls and schedule.in_flight:
                 schedule.advance()
@@ -158,14 +158,14 @@ class Reducer:
 
     def _send(self) -> None:
         """Have on its way all that the other ranks need."""
-        self.trace.stamp(Moment.BACKWARD_END, self.reductions)
+        self.trace.stamp(Moment.BACKWARD_END, self.reductions_begun)
         self.backwards.close()
         if self.planning.measures:
             self.planning.note_end()
         self.dropped = True  # until the reduction is settled, there are no gradients to use
         try:
             for bucket in self.pad_missing():
-                self.trace.stamp(Moment.READY, self.reductions, bucket.spec.index)
+                self.trace.stamp(Moment.READY, self.reductions_begun, bucket.spec.index)
             self.schedule.launch()
             if not (self.schedule.one_after_another or self.schedule.stream_ordered or self.schedule.looks_at_sums):
                 self._send_report()
@@ -247,7 +247,7 @@ class Reducer:
 
     def wait_for_buffer_hooks(self) -> None:
         for future in self.after_backward:
-            self.wait(FutureWork(future), f"a buffer hook of backward {self.reductions}")
+            self.wait(FutureWork(future), f"a buffer hook of backward {self.reductions_begun}")
         self.after_backward.clear()
 
     # ---- one backward
@@ -273,7 +273,7 @@ class Reducer:
         syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap
         backward = self.backwards.open(task, syncs=syncs, alone=alone)
         self.schedule.begin()
-        self.trace.stamp(Moment.BACKWARD_ENTERED, self.reductions)
+        self.trace.stamp(Moment.BACKWARD_ENTERED, self.reductions_begun)
         if alone and not self.hooks and backward.adds is not False:
             self.begin(backward)
         return backward
@@ -332,7 +332,7 @@ class Reducer:
             elif backward.delivered:
                 end_unreduced(self)
             self.backwards.close()
-            self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions)
+            self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions_begun)
 
     def _at_very_end(self) -> None:
         with self.lock, torch.no_grad():
@@ -342,7 +342,7 @@ class Reducer:
                 except PacelineError:
                     participation.discard_others(self)
                     raise
-                self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions)
+                self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions_begun)
 
     def progress(self) -> None:
         """Do what the other ranks wait for, while this one waits for something else."""
@@ -354,12 +354,12 @@ class Reducer:
 
     def begin_reduction(self, role: StepRole = StepRole.FULL) -> None:
         """A reduction begins, in which this rank takes part as `role` says."""
-        self.schedule.number += 1
+        self.schedule.reductions_begun += 1
         self.contribution.role = role
         self.ready_order = []
         if not self.planning.over:
-            self.planning.begin(self.reductions, multi_step=self.schedule.reduction.multi_step)
-        self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions)
+            self.planning.begin(self.reductions_begun, multi_step=self.schedule.reduction.multi_step)
+        self.trace.stamp(Moment.BACKWARD_BEGIN, self.reductions_begun)
         self.batch.begin_reduction()
 
     def reset(self) -> None:
@@ -393,7 +393,7 @@ class Reducer:
             self.refused = None
             if grads and self.backwards.current is None:
                 if not self.settings.hold and self.bucket_set.follow_parameters(self.settings.caps, self.transport):
-                    self.planning.begin_anew(self.bucket_set.layout, self.reductions)
+                    self.planning.begin_anew(self.bucket_set.layout, self.reductions_begun)
                     self.batch.memory_moved()
                 self.apply_pending_layout()
             if grads and self.sync_on and self.settings.overlap:

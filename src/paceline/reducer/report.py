@@ -69,7 +69,7 @@ class StepReport:
     abort: Abort = Abort.NO
     skipped: bool = False  # this rank has no part in the mean
     votes: Vote = Vote.NOTHING
-    calls: int = 0  # digest of all buckets that were ever launched: must be equal
+    launch_digest: int = 0  # of all buckets that were ever launched: must be equal
     state: int = 0  # see reducer/step_observer.py for this one and the next two
     signature: int = 0
     not_finite: int = 0

@@ -21,9 +21,10 @@ def explain_mismatch(rows: Sequence[StepReport]) -> None:
             f"ranks reduced gradients of different steps: {_by_rank(counts)} reductions so far; run the same number of "
             f"backward passes, and the same no_sync() blocks, on every rank"
         )
-    if len({row.calls for row in rows}) > 1:
+    digests = [f"{row.launch_digest:x}" for row in rows]
+    if len(set(digests)) > 1:
         raise CollectiveMismatch(
-            f"internal error: bucket schedules diverged between ranks ({_by_rank([f'{r.calls:x}' for r in rows])}), so "
+            f"internal error: bucket schedules diverged between ranks ({_by_rank(digests)}), so "
             f"gradients of different parameters may have been added up; please report this"
         )
     if len({row.owned_elsewhere for row in rows}) > 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def check_together(rows: Sequence[StepReport]) -> None:
     """Raise, on every rank alike, when the reports of all ranks cannot belong together."""
-    told = {(row.reduction, row.calls, row.owned_elsewhere, row.lane_step, row.mode, row.microbatches) for row in rows}
+    told = {(r.reduction, r.launch_digest, r.owned_elsewhere, r.lane_step, r.mode, r.microbatches) for r in rows}
     if len(told) > 1 or rows[0].mode is Mode.MIXED:
         report_errors.explain_mismatch(rows)
 

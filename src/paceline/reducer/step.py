@@ -50,7 +50,7 @@ class Contribution:
             self.graph_error = reducer.graph.compare(slots, static=reducer.settings.static_graph)
         self.unused = 0 if everything or not reducer.batch.counts(self.role) else count_unused(slots)
         return StepReport(
-            reduction=reducer.reductions,
+            reduction=reducer.reductions_begun,
             unused=self.unused,
             late=self.late,
             mode=weighting.mode,
@@ -61,7 +61,7 @@ class Contribution:
             abort=self.abort,
             skipped=self.role is StepRole.SKIPPED,
             votes=reducer.reports.votes,
-            calls=reducer.schedule.calls,
+            launch_digest=reducer.schedule.launch_digest,
             # Inside join() the parameters of a rank without data are behind until it ends.
             state=found.state if isinstance(found.state, int) and not shadow else 0,
             signature=0 if shadow else found.signature,
@@ -138,7 +138,7 @@ class StepState:
     """Kept by the reducer, read by the step guard and by `sync_gradients()`."""
 
     def __init__(self) -> None:
-        self.reductions = 0  # since the last step
+        self.reductions_since_step = 0
         self.forwards_pending = 0  # training forwards, to be reduced, since the last reduction or step
         self.window_open = False  # something ran that was not reduced yet
         self.local_steps = 0  # no_sync() blocks that are open: inside them a step on local gradients is meant
@@ -149,7 +149,7 @@ class StepState:
         self._diverged = False  # an update was made that the other ranks did not make
 
     def reduced(self) -> None:
-        self.reductions += 1
+        self.reductions_since_step += 1
         self._reduced += 1
 
     @property
@@ -178,7 +178,7 @@ class StepState:
 
     def stepped(self) -> None:
         """An optimizer has stepped on these gradients."""
-        self.reductions = self.forwards_pending = 0
+        self.reductions_since_step = self.forwards_pending = 0
 
     def closed(self) -> None:
         """A reduction is over, well or not."""
@@ -187,7 +187,7 @@ class StepState:
 
     def waited_for(self) -> bool:
         """Whether the others wait for a reduction that this rank has not begun."""
-        return self.forwards_pending > 0 and self.reductions == 0
+        return self.forwards_pending > 0 and self.reductions_since_step == 0
 
     def others_wait(self, slots: Sequence[GradSlot]) -> bool:
         """Whether the loss of a training forward touched no parameter here, so that the others still wait."""
@@ -258,7 +258,7 @@ class RankBatch:
     def begin_reduction(self) -> None:
         schedule = self._reducer.schedule
         if schedule.observer is not None:
-            schedule.observer.begin(schedule.number)
+            schedule.observer.begin(schedule.reductions_begun)
 
     def end_backward(self) -> bool:
         """A backward that is to be reduced is over. Returns whether to reduce now."""

@@ -49,7 +49,7 @@ def end_unreduced(reducer: "Reducer") -> None:
 
 def end_alone(reducer: "Reducer", backward: "Backward") -> None:
     """A backward is over with nobody to reduce with: autograd has made the mean already."""
-    reducer.trace.stamp(Moment.BACKWARD_END, reducer.reductions)
+    reducer.trace.stamp(Moment.BACKWARD_END, reducer.reductions_begun)
     if backward.syncs:
         reducer.wait_for_buffer_hooks()
         reducer.step_state.reduced()

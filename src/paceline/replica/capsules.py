@@ -96,7 +96,7 @@ class CapsuleWriter:
         """A forward outside lanes begins. A step may have several, one for each of its microbatches or even more."""
         if not torch.is_grad_enabled():
             return
-        step = self._core.reductions + 1  # the one that this forward leads to
+        step = self._core.reductions_begun + 1  # the one that this forward leads to
         now = self._current
         if now.batch is None or step != now.step or len(now.batch) >= KEPT_FORWARDS:
             now = self._begin(step)

@@ -272,7 +272,7 @@ class DistributedDataParallel(TorchSurface):
         if isinstance(core.batch, LaneBatch):
             core.batch.sync()
             return
-        reduced = self._settings.overlap and core.step_state.reductions and not core.step_state.window_open
+        reduced = self._settings.overlap and core.step_state.reductions_since_step and not core.step_state.window_open
         if core.sync_on and (not reduced or core.others_wait() or has_foreign(core.bucket_set)):
             reduce_now(core, by_hand=True)
 

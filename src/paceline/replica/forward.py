@@ -31,7 +31,7 @@ def before_module(replica: "DistributedDataParallel", *inputs: Any, **kwargs: An
         _before_training(replica)
     core = replica._core
     core.before_forward(grads=torch.is_grad_enabled(), training=replica.training)
-    core.trace.stamp(Moment.FORWARD_BEGIN, core.reductions)
+    core.trace.stamp(Moment.FORWARD_BEGIN, core.reductions_begun)
     own_progress().note(Phase.FORWARD if replica.training and torch.is_grad_enabled() else Phase.EVALUATE)
     if replica._capsules is not None and not core.batch.has_lanes:
         replica._capsules.note_forward(inputs, kwargs)
@@ -94,5 +94,5 @@ def after_module(replica: "DistributedDataParallel", output: Any) -> Any:
             core.hooks.register()  # there is no output whose backward could be watched
     elif replica._narrow is not None:
         replica._narrow.widen()
-    core.trace.stamp(Moment.FORWARD_END, core.reductions)
+    core.trace.stamp(Moment.FORWARD_END, core.reductions_begun)
     return output

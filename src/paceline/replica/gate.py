@@ -115,7 +115,7 @@ class UpdateGate:
             host.copy_(finite, non_blocking=True)
             event = torch.cuda.current_stream(finite.device).record_event()
             names = [self._names[id(p)] for p in params]
-            number = self._reducer.reductions if self.on_checked is None else self._steps
+            number = self._reducer.reductions_begun if self.on_checked is None else self._steps
             self._pending.append(_PendingCheck(number, names, host, EventWork(event)))
             return [finite.all().logical_not().float()]
 

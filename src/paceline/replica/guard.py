@@ -140,7 +140,7 @@ class StepGuard:
 
     def _stamp_begin(self, optimizer: Optimizer, reducer: Reducer) -> None:
         self._stepping.add(id(optimizer))
-        reducer.trace.stamp(Moment.OPTIMIZER_BEGIN, reducer.reductions)
+        reducer.trace.stamp(Moment.OPTIMIZER_BEGIN, reducer.reductions_begun)
         own_progress().note(Phase.OPTIMIZER)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -152,7 +152,7 @@ class StepGuard:
             self._stepping.discard(id(optimizer))
             if (reducer := self.reducer()) is not None:
                 reducer.step_state.end_update(id(optimizer))
-                reducer.trace.stamp(Moment.OPTIMIZER_END, reducer.reductions)
+                reducer.trace.stamp(Moment.OPTIMIZER_END, reducer.reductions_begun)
             if not self._stepping:  # one that steps inside another is no step of its own
                 own_progress().stepped()
 

@@ -157,7 +157,7 @@ class LaneLoop:
         if core.dropped:  # the step leaves no trace
             return
         self._last = loop.step
-        slots = () if core.optimizes_in_backward or not core.step_state.reductions else core.bucket_set.slots
+        slots = () if core.optimizes_in_backward or not core.step_state.reductions_since_step else core.bucket_set.slots
         if slots and (core.uses is None or any(core.uses)) and all(slot.param.grad is None for slot in slots):
             self._warn(NO_GRADIENTS, loop.step)
         self.buffers.end(core.group)

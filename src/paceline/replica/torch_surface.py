@@ -257,7 +257,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
-        if not self._use_python_reducer and self._core.reductions:
+        if not self._use_python_reducer and self._core.reductions_begun:
             message = "Static graph should be set: _set_static_graph() should be called before training loop starts."
             self._core.last_error = message
             raise IllegalMove(message)
