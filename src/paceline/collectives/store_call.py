@@ -55,7 +55,7 @@ class StoreCall(Generic[T]):
         self._running = _thread.allocate_lock()
         self._running.acquire()
         self._stopping = False
-        self._all = calls_settled_at_exit()
+        self._all = calls_joined_at_exit()
         self._all.add(self)
         _thread.start_new_thread(self._run, ())
 
@@ -105,15 +105,15 @@ class StoreCall(Generic[T]):
 
 
 @cache
-def calls_settled_at_exit() -> set[StoreCall[Any]]:
+def calls_joined_at_exit() -> set[StoreCall[Any]]:
     """The calls of this process that are still running. From the first use on, the end of the process waits for them,
     and for gloo's threads."""
     running: set[StoreCall[Any]] = set()
-    atexit.register(settle, running, os.getpid())
+    atexit.register(join_threads, running, os.getpid())
     return running
 
 
-def settle(running: set[StoreCall[Any]], pid: int) -> None:
+def join_threads(running: set[StoreCall[Any]], pid: int) -> None:
     """Wait until the calls that process `pid` has started are over and gloo's threads are idle, for a moment at most.
 
     In a child that was forked off, none of these threads exists.

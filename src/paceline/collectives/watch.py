@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from paceline.collectives.call_site import call_site, describe_site
 from paceline.collectives.deadlock import DeadlockDetector
 from paceline.collectives.peers import OwnState, PeerBoard, PeerRecord, Wait
-from paceline.collectives.store_call import StoreCall, calls_settled_at_exit
+from paceline.collectives.store_call import StoreCall, calls_joined_at_exit
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent, PeerLost
 
 logger = logging.getLogger("paceline")
@@ -94,7 +94,7 @@ class StoreWatch:
         self._look_at = 0.0
         self._reports = Reports()
         self._deadlock = DeadlockDetector(size, settle_s)
-        calls_settled_at_exit()
+        calls_joined_at_exit()
         if self._own.posted is None:
             self._post_soon()  # who this rank is, so that others can tell when it dies
 

@@ -164,7 +164,7 @@ class Backwards:
 
 
 @dataclass(frozen=True, slots=True)
-class Settlement:
+class PendingReceive:
     """The end of a backward, queued behind whatever else is called there."""
 
     running: "weakref.ref[Callable[[], None]]"  # dead when it was called, or never will be
@@ -182,7 +182,7 @@ class Settlement:
         return False
 
 
-class UnsettledReducers(threading.local):
+class PendingReducers(threading.local):
     """The reducers that have sent and not received, of each thread: a thread may be a rank of its own.
 
     Why replicas of one backward send first and wait afterwards
@@ -213,13 +213,13 @@ class UnsettledReducers(threading.local):
         """The others whose backward may be that of `reducer` too."""
         return [other for other in self._called if other is not reducer]
 
-    def unsettled(self, reducer: "Reducer") -> "list[Reducer]":
+    def others(self, reducer: "Reducer") -> "list[Reducer]":
         """The others that have sent and not received."""
         return [other for other in self._all if other is not reducer]
 
     def of(self, reducer: "Reducer") -> Callable[[], None] | None:
         """What to do while `reducer` waits. None: nothing."""
-        others = self.unsettled(reducer)
+        others = self.others(reducer)
         if not others:
             return None
 
@@ -230,7 +230,7 @@ class UnsettledReducers(threading.local):
         return progress
 
 
-unsettled_reducers = UnsettledReducers()
+pending_reducers = PendingReducers()
 
 
 class ParamHooks:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from paceline.errors import BackwardAborted, IllegalMove, PacelineError
-from paceline.reducer.autograd import unsettled_reducers
+from paceline.reducer.autograd import pending_reducers
 from paceline.reducer.report import Abort
 from paceline.reducer.step import StepRole
 from paceline.reducer.unreduced import claim_by_hand, drop_all, is_thrown_away, lend_all
@@ -92,7 +92,7 @@ def abandon(reducer: "Reducer") -> None:
         if not backward.delivered:
             reducer.begin_reduction()
         abort(reducer)
-        for other in unsettled_reducers.called(reducer):
+        for other in pending_reducers.called(reducer):
             _leave(other)
 
 
@@ -141,11 +141,11 @@ def _leave(reducer: "Reducer") -> None:
 def discard_others(reducer: "Reducer") -> None:
     """The end of a backward has raised, so other replicas of it are not called there any more; but the other ranks wait
     for what they do."""
-    for other in unsettled_reducers.unsettled(reducer):
-        discard_unsettled(other)
+    for other in pending_reducers.others(reducer):
+        receive_and_discard(other)
 
 
-def discard_unsettled(reducer: "Reducer") -> None:
+def receive_and_discard(reducer: "Reducer") -> None:
     """This replica has sent, and another one of the same backward has raised before this one could receive: do so now,
     and drop the gradients of that backward. Whoever ran it has heard that it failed."""
     with reducer.lock, torch.no_grad():

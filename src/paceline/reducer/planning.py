@@ -52,7 +52,7 @@ class Planning:
     def begin(self, number: int, *, multi_step: bool) -> None:
         """Reduction `number` begins. Communication hooks (`multi_step`) may keep state by bucket: no new cuts then."""
         self._number = number
-        wanted = self._plans and not (self._group.single or self.settled or multi_step) and self.plan is None
+        wanted = self._plans and not (self._group.single or self.learning_over or multi_step) and self.plan is None
         self.measures = wanted and (self._transport.traits(self._device).progress_on_caller or number >= self._plan_at)
         if self.measures:
             self._clock.begin()
@@ -67,7 +67,7 @@ class Planning:
         self.over = False
 
     @property
-    def settled(self) -> bool:
+    def learning_over(self) -> bool:
         """Whether there is nothing more to be learned, so that no rank has to wait for another one's times.
 
         Replicas that share a backward with others learn nothing: ranks may come to them in different orders, and what

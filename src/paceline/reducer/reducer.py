@@ -17,7 +17,7 @@ from paceline.collectives.reduction_protocol import Reduction, check_goes_over, 
 from paceline.collectives.wait import EventWork, FutureWork
 from paceline.errors import IllegalMove, PacelineError
 from paceline.reducer import autograd, participation
-from paceline.reducer.autograd import Backward, Backwards, ParamHooks, task_id, unsettled_reducers
+from paceline.reducer.autograd import Backward, Backwards, ParamHooks, pending_reducers, task_id
 from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.buckets import BucketSet, Schedule
 from paceline.reducer.device_reports import DeviceReports
@@ -81,7 +81,7 @@ class Reducer:
         self.device = layout.params[0].device
         self._slot_of = self.bucket_set.slot_of
         self._one_device = all(meta.device == self.device for meta in layout.params)
-        self._unsettled: autograd.Settlement | None = None  # has sent, and not received
+        self._pending_receive: autograd.PendingReceive | None = None  # has sent, and not received
         on_device = DeviceReports(self.device) if self.device.type == "cuda" else None
         self.reports = ReportExchange(group, on_device)
         self.planning = Planning(settings, group, self.device)
@@ -176,8 +176,8 @@ class Reducer:
     def receive(self) -> None:
         """Wait for what the others have sent, and give the gradients back. Whatever is raised, the reducer is ready for
         the next backward; the gradients of this one are gone unless the error says so."""
-        self._unsettled = None
-        unsettled_reducers.discard(self)
+        self._pending_receive = None
+        pending_reducers.discard(self)
         if self.schedule.stream_ordered and not torch.cuda.is_current_stream_capturing():
             self.contribution.computed = EventWork(torch.cuda.current_stream(self.device).record_event())
         try:
@@ -222,7 +222,7 @@ class Reducer:
         if mine is None:
             return self._give_back(settle_unread(self, None))
         error: Exception | None = None
-        later = self.schedule.stream_ordered and self.planning.settled and self.sync_in_join is None
+        later = self.schedule.stream_ordered and self.planning.learning_over and self.sync_in_join is None
         for found, rows in self.reports.read(mine, self.wait, later=later):
             if not is_aborted(rows):
                 self.reports.gathered_votes = [row.votes for row in rows]
@@ -258,7 +258,7 @@ class Reducer:
             if found.task != task and found.met_another:
                 raise IllegalMove(participation.TWO_THREADS)
             return found
-        if (due := self._unsettled) is not None and due.is_own(self.lock, lambda: self._unsettled is due):
+        if (due := self._pending_receive) is not None and due.is_own(self.lock, lambda: self._pending_receive is due):
             self.receive()
         self.bucket_set.forget_arrived() if self.backwards.current is None else participation.abandon(self)
         if self.refused is not None:
@@ -310,7 +310,7 @@ class Reducer:
         self.hooks.register()
 
     def _at_end(self) -> None:
-        """Autograd has produced the last gradient. Why this is done in two parts: see `UnsettledReducers`."""
+        """Autograd has produced the last gradient. Why this is done in two parts: see `PendingReducers`."""
         with self.lock, torch.no_grad():
             backward = self.backwards.current
             if backward is None:
@@ -326,8 +326,8 @@ class Reducer:
                 if self.batch.end_backward():
                     self._send()
                     running = autograd.at_end_of_backward(self._at_very_end)
-                    self._unsettled = autograd.Settlement(running, threading.get_ident())
-                    unsettled_reducers.add(self)
+                    self._pending_receive = autograd.PendingReceive(running, threading.get_ident())
+                    pending_reducers.add(self)
                     return
             elif backward.delivered:
                 end_unreduced(self)
@@ -336,7 +336,7 @@ class Reducer:
 
     def _at_very_end(self) -> None:
         with self.lock, torch.no_grad():
-            if self._unsettled is not None:
+            if self._pending_receive is not None:
                 try:
                     self.receive()
                 except PacelineError:
@@ -374,7 +374,7 @@ class Reducer:
         return Division(self.schedule.reduction.divides(self.transport, self.device), self.transport.size, self.divisor)
 
     def wait(self, work: Work, what: str) -> None:
-        self.group.wait(work, what, unsettled_reducers.of(self))
+        self.group.wait(work, what, pending_reducers.of(self))
 
     # ---- what the replica calls
 
@@ -388,8 +388,8 @@ class Reducer:
                 self.hooks.register()
             if self.backwards.failed():
                 participation.abandon(self)
-            if self._unsettled is not None and self._unsettled.running() is None:
-                participation.discard_unsettled(self)
+            if self._pending_receive is not None and self._pending_receive.running() is None:
+                participation.receive_and_discard(self)
             self.refused = None
             if grads and self.backwards.current is None:
                 if not self.settings.hold and self.bucket_set.follow_parameters(self.settings.caps, self.transport):
@@ -398,7 +398,7 @@ class Reducer:
                 self.apply_pending_layout()
             if grads and self.sync_on and self.settings.overlap:
                 self.step_state.forwards_pending += training
-                unsettled_reducers.note_called(self)
+                pending_reducers.note_called(self)
             elif grads:
                 self.step_state.window_open = True
 

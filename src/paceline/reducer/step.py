@@ -10,7 +10,7 @@ import torch
 from paceline.collectives.reduction import LaneBlock
 from paceline.collectives.wait import EventWork
 from paceline.errors import GraphChanged
-from paceline.reducer.autograd import Backward, unsettled_reducers
+from paceline.reducer.autograd import Backward, pending_reducers
 from paceline.reducer.bucket import GradSlot
 from paceline.reducer.report import Abort, Mode, PendingReports, StepReport
 from paceline.reducer.step_observer import Findings
@@ -68,7 +68,7 @@ class Contribution:
             not_finite=found.not_finite if isinstance(found.not_finite, int) else 0,
             lane_step=reducer.batch.step,
             lane_shape=reducer.batch.shape_digest(),
-            several=unsettled_reducers.of(reducer) is not None,
+            several=pending_reducers.of(reducer) is not None,
             owned_elsewhere=0 if everything else digest_owned_elsewhere(slots),
             used=all_used(len(slots)) if everything else used_bits(slots),
             lane_weights=reducer.batch.lane_weights(),
