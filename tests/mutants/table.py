@@ -37,7 +37,7 @@ MUTANTS = [
     Mutant(
         "reductions of several collectives overtake each other",
         "reducer/buckets.py",
-        "if self.reduction.multi_step and self.any_under_way():",
+        "if self.reduction.multi_step and self.busy_after_advancing():",
         "if False:",
     ),
     Mutant(
@@ -234,8 +234,8 @@ MUTANTS = [
     Mutant(
         "what comes after a bucket was reduced is not late",
         "reducer/unreduced.py",
-        "if bucket.state in (BucketState.IN_FLIGHT, BucketState.REDUCED):",
-        "if bucket.state is BucketState.IN_FLIGHT:",
+        "if bucket.state in (BucketState.LAUNCHED, BucketState.REDUCED):",
+        "if bucket.state is BucketState.LAUNCHED:",
     ),
     Mutant(
         "a bucket is filled while another one has its memory",

@@ -34,7 +34,7 @@ class Work(Protocol):
     """One collective in flight."""
 
     def done(self) -> bool:
-        """Whether it has completed (well or not). Never blocks."""
+        """Whether it has completed (well or not). Never blocks. May start the next collective of a work of several."""
         ...
 
     def wait(self, seconds: float) -> bool:

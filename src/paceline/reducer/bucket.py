@@ -25,7 +25,7 @@ class BucketState(Enum):
 
     FILLING = 0  # some gradients are missing
     FULL = 1  # all gradients are in; waits for its turn
-    IN_FLIGHT = 2  # the transport owns the memory
+    LAUNCHED = 2  # the transport owns the memory, whether it is done with it or not
     REDUCED = 3  # reduced
 
 

@@ -88,13 +88,13 @@ class BucketSet:
             bucket.move(BucketState.FULL)
         return lacking
 
-    def replace_memory_in_flight(self, transport: Transport) -> bool:
+    def replace_launched_memory(self, transport: Transport) -> bool:
         """Replace memory that a transport may still write to: whoever waited for it was interrupted. Returns True if
         there was any.
 
         Its work is not asked whether it is done: a work of several collectives would go on with the next one.
         """
-        if any(bucket.state is BucketState.IN_FLIGHT and bucket.flight is not None for bucket in self.buckets):
+        if any(bucket.state is BucketState.LAUNCHED and bucket.flight is not None for bucket in self.buckets):
             self.allocate(transport)
             return True
         return False
@@ -209,7 +209,7 @@ class Schedule:
         return self._next == len(self._bucket_set.buckets)
 
     @property
-    def in_flight(self) -> bool:
+    def outstanding(self) -> bool:
         """Whether something was launched that is not known to have completed."""
         return self._next > self._completed
 
@@ -219,13 +219,13 @@ class Schedule:
             return  # gradients of further lanes are to come
         buckets = self._bucket_set.buckets
         while self._next < len(buckets) and buckets[self._next].state is BucketState.FULL:
-            if self.reduction.multi_step and self.any_under_way():
+            if self.reduction.multi_step and self.busy_after_advancing():
                 return  # the collectives of its callbacks and those of the next bucket have no order among them
             bucket = buckets[self._next]
             if not self._has_memory(self._next):
                 return
             bucket.complete(self.scale)
-            bucket.move(BucketState.IN_FLIGHT)
+            bucket.move(BucketState.LAUNCHED)
             self._trace.stamp(Moment.LAUNCHED, self.reductions_begun, bucket.spec.index)
             if not bucket.skipped:
                 blocks = self.batch.blocks(bucket.spec.index, bucket.flat)
@@ -241,7 +241,7 @@ class Schedule:
                 self._note_completed()
 
     def advance(self) -> None:
-        """Let the transport make progress on what is in flight, and note what has completed: the proof of overlap."""
+        """Let the transport make progress on what is outstanding, and note what has completed: the proof of overlap."""
         self._group.transport.progress()
         self._note_completed()
         if self.one_after_another:
@@ -281,10 +281,10 @@ class Schedule:
         bucket.move(BucketState.REDUCED)
         self._trace.stamp(Moment.WAIT_LEFT, self.reductions_begun, index)
 
-    def any_under_way(self) -> bool:
-        """Whether a collective is under way. Asking lets a work of several collectives go on with the next one."""
-        flying = (b for b in self._bucket_set.buckets if b.state is BucketState.IN_FLIGHT)
-        return any(b.flight is not None and not b.flight.work.done() for b in flying)
+    def busy_after_advancing(self) -> bool:
+        """Let works of several collectives go on with the next one. Returns whether a collective is under way then."""
+        launched = (b for b in self._bucket_set.buckets if b.state is BucketState.LAUNCHED)
+        return any(b.flight is not None and not b.flight.work.done() for b in launched)
 
     def _note_completed(self) -> None:
         while self._completed < self._next:

@@ -132,9 +132,9 @@ class Reducer:
                 bucket.move(BucketState.FULL)
                 self.trace.stamp(Moment.READY, schedule.reductions_begun, bucket.spec.index)
                 schedule.launch()
-            if schedule.polls and schedule.in_flight:
+            if schedule.polls and schedule.outstanding:
                 schedule.advance()
-            busy = self.planning.measures or (schedule.polls and schedule.in_flight)
+            busy = self.planning.measures or (schedule.polls and schedule.outstanding)
             self.backwards.counting = autograd.NO_TASK if busy or not self._one_device else backward.task
             return None
 
@@ -348,7 +348,7 @@ class Reducer:
         """Do what the other ranks wait for, while this one waits for something else."""
         if self.schedule.polls:
             self.schedule.advance()
-        if self.contribution.sent is None and self.schedule.launched_all and not self.schedule.any_under_way():
+        if self.contribution.sent is None and self.schedule.launched_all and not self.schedule.busy_after_advancing():
             self.schedule.wait_results()
             self._send_report()
 
@@ -363,7 +363,7 @@ class Reducer:
         self.batch.begin_reduction()
 
     def reset(self) -> None:
-        self.batch.reset(memory_lost=self.bucket_set.replace_memory_in_flight(self.transport))
+        self.batch.reset(memory_lost=self.bucket_set.replace_launched_memory(self.transport))
         self.bucket_set.rearm()
         self.schedule.rearm()
         self.weighting.reset()

@@ -26,7 +26,7 @@ def add_without_counting(reducer: "Reducer", slot: GradSlot, backward: "Backward
             reducer.ready_order.append(slot.index)
         return
     bucket = slot.bucket
-    if bucket.state in (BucketState.IN_FLIGHT, BucketState.REDUCED):
+    if bucket.state in (BucketState.LAUNCHED, BucketState.REDUCED):
         slot.late = True  # stays in param.grad until the end; see the note in Bucket
         reducer.contribution.late += 1
         return
