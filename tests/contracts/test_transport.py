@@ -301,7 +301,7 @@ def show(case: Callable[[Transport], None], found: list[dict[str, str]]) -> None
 def over_gloo(rank: int, size: int) -> dict[str, str]:
     assert dist.group.WORLD is not None
     transport = TorchDistTransport(dist.group.WORLD)
-    assert (transport.rank, transport.size, transport.group) == (rank, size, dist.group.WORLD)
+    assert (transport.rank, transport.size, transport.users_group) == (rank, size, dist.group.WORLD)
     assert transport.traits(CPU).tree_sum is (size <= 2)
     return faults_of(transport)
 

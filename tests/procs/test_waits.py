@@ -362,7 +362,7 @@ def abandon_and_destroy(rank: int, size: int) -> float:
     if rank == 1:
         hear("given up")
         return 0.0
-    store = store_of(transport.group)
+    store = store_of(transport.users_group)
     assert store is not None
     with pytest.raises(PeerAbsent):
         wait_in("gloo", transport, timeout_s=0.3)

@@ -29,7 +29,7 @@ def choose(
     """
     if wanted not in CHOICES:
         raise UsageError(f"transport must be one of {', '.join(map(repr, CHOICES))}, got {wanted!r}")
-    store = store_of(base.group)
+    store = store_of(base.users_group)
     if store is None or base.size == 1:
         if wanted in ("auto", "torch"):
             return base.dup(timeout_s, devices).connect()
@@ -48,7 +48,7 @@ class _Choice:
         self._requested = f"{wanted} {'cpu' if all(device.type == 'cpu' for device in devices) else 'device'}"
 
     def make(self, timeout_s: float | None) -> Transport:
-        base, store = self._base, store_of(self._base.group)
+        base, store = self._base, store_of(self._base.users_group)
         assert store is not None
         flat = base.dup(timeout_s, self._devices)
         rendezvous = Rendezvous.next(store, base.rank, base.size, flat.watch, timeout_s)

@@ -62,18 +62,18 @@ def duplicate(
 class Carrier:
     """The group that moves the bytes: the user's, or a duplicate of it, which is formed when it is first needed."""
 
-    def __init__(self, users: dist.ProcessGroup, form: Callable[[], dist.ProcessGroup] | None) -> None:
+    def __init__(self, users_group: dist.ProcessGroup, form: Callable[[], dist.ProcessGroup] | None) -> None:
         self.duplicates = form is not None
-        self._users = users
+        self._users_group = users_group
         self._form = form
         self._own: dist.ProcessGroup | None = None
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
         if self._form is None:
-            return self._users
+            return self._users_group
         formed = self._form()
-        self._own = formed if formed is not self._users else None
+        self._own = formed if formed is not self._users_group else None
         return formed
 
     def leave(self, last: Sequence[Any]) -> None:

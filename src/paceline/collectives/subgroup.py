@@ -48,7 +48,7 @@ class SubgroupTransport(TorchDistTransport):
         devices: Collection[torch.device],
         again: Callable[[float | None], Transport],
     ) -> None:
-        super().__init__(base.group, watch=watch, own_group=form, devices=devices)
+        super().__init__(base.users_group, watch=watch, own_group=form, devices=devices)
         self.rank, self.size = ranks.index(base.rank), len(ranks)
         self._again = again
 
@@ -67,8 +67,8 @@ def split(
 
     Tensors on the CPU go through shared memory where the ranks of every part can share it, unless "torch" is `wanted`.
     """
-    store = store_of(base.group)
-    backends = own_backends(base.group, {device.type for device in devices})
+    store = store_of(base.users_group)
+    backends = own_backends(base.users_group, {device.type for device in devices})
     if store is None or not backends:
         raise UsageError(
             "shard= needs a process group of gloo or NCCL that torch.distributed knows, to form groups of some of its "
@@ -77,7 +77,7 @@ def split(
     ranks = next(part for part in parts if base.rank in part)
     number = store.add(f"paceline/subgroups/{base.rank}", 1)
     place = PrefixStore(f"paceline/subgroup {number} of {ranks[0]}", store)
-    watch = watch_of(base.group, sequence=f"subgroup {number}")
+    watch = watch_of(base.users_group, sequence=f"subgroup {number}")
 
     def form() -> dist.ProcessGroup:
         meeting = Rendezvous(place, ranks.index(base.rank), len(ranks), watch, timeout_s)

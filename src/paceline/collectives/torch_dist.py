@@ -58,7 +58,7 @@ class TorchDistTransport:
         several, to measure what that costs."""
         if not isinstance(group, dist.ProcessGroup):
             raise UsageError(f"expected a process group that this rank is a member of, got {group!r}")
-        self.group = group
+        self.users_group = group
         self.rank = group.rank()
         self.size = group.size()
         self.watch = watch if watch is not None else watch_of(group)
@@ -186,11 +186,11 @@ class TorchDistTransport:
         A backend that is neither cannot be duplicated: the user's own group is used then, and a warning says so.
         """
         self._devices = devices or self._devices
-        own = None if self.size == 1 else duplicate(self.group, self._devices, timeout_s)
+        own = None if self.size == 1 else duplicate(self.users_group, self._devices, timeout_s)
         if own is None:
             return self
         watch, form = own
-        return TorchDistTransport(self.group, watch=watch, own_group=form, devices=self._devices)
+        return TorchDistTransport(self.users_group, watch=watch, own_group=form, devices=self._devices)
 
     def connect(self) -> "TorchDistTransport":
         """Form the own group now. All ranks do.

@@ -30,13 +30,13 @@ class Route:
 
 
 def find_route(transport: "TorchDistTransport", device: torch.device) -> Route:
-    users, size = transport.group, transport.size
+    users_group, size = transport.users_group, transport.size
     backend = backend_name(transport.carrier.group, device)
     if backend is None:
         # Our own duplicate has no backend for this kind of device; a group written in Python has none at all.
-        backend = "" if transport.carrier.duplicates else str(users.name())
-    if type(users) is not dist.ProcessGroup:
-        return Route(Traits(), backend, PythonGroup(users, backend, weakref.proxy(transport)))
+        backend = "" if transport.carrier.duplicates else str(users_group.name())
+    if type(users_group) is not dist.ProcessGroup:
+        return Route(Traits(), backend, PythonGroup(users_group, backend, weakref.proxy(transport)))
     on_host = device.type == "cpu"
     traits = Traits(
         single=size == 1 and not transport.counts_as_several,

@@ -78,7 +78,7 @@ def form_channel(rendezvous: Rendezvous, base: TorchDistTransport, hosts: Sequen
     place, rank = rendezvous.place, base.rank
     home = next(number for number, ranks in enumerate(hosts) if rank in ranks)
     index = list(hosts[home]).index(rank)
-    gloo = {name: like for name, like in own_backends(base.group).items() if name == "gloo"}
+    gloo = {name: like for name, like in own_backends(base.users_group).items() if name == "gloo"}
     groups: list[dist.ProcessGroup] = []
     failed = "" if gloo else f"rank {rank} has no gloo backend in its group, which is needed to reach other hosts"
     if gloo and index < min(map(len, hosts)):

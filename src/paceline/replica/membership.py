@@ -49,7 +49,7 @@ def join(
     if isinstance(transport, str):
         found = _own_transport(replica, users_transport(replica, process_group, device_mesh), timeout_s)
     else:
-        of_transport = transport.group if isinstance(transport, TorchDistTransport) else None
+        of_transport = transport.users_group if isinstance(transport, TorchDistTransport) else None
         replica.process_group = of_transport if process_group is None else process_group
         found = _own_transport(replica, transport, timeout_s)
     group = Group(found, timeout_s, owned=found is not transport)
