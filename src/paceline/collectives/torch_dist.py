@@ -185,12 +185,12 @@ class TorchDistTransport:
 
         A backend that is neither cannot be duplicated: the user's own group is used then, and a warning says so.
         """
-        self._devices = devices or self._devices
-        own = None if self.size == 1 else duplicate(self.users_group, self._devices, timeout_s)
+        devices = devices or self._devices
+        own = None if self.size == 1 else duplicate(self.users_group, devices, timeout_s)
         if own is None:
             return self
         watch, form = own
-        return TorchDistTransport(self.users_group, watch=watch, own_group=form, devices=self._devices)
+        return TorchDistTransport(self.users_group, watch=watch, own_group=form, devices=devices)
 
     def connect(self) -> "TorchDistTransport":
         """Form the own group now. All ranks do.
