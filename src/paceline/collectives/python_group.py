@@ -1,47 +1,18 @@
 """Process groups that Python code defines and torch does not list: only their own methods can be called."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-)
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
 
 from paceline.collectives.protocols import Op, Work
+from paceline.collectives.torch_ops import reduce_options
 from paceline.collectives.wait import FutureWork
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.collectives.torch_dist import TorchDistTransport
-
-_REDUCE_OPS: dict[Op, Any] = {
-    Op.SUM: dist.ReduceOp.SUM,
-    Op.MEAN: dist.ReduceOp.AVG,
-    Op.TREE: dist.ReduceOp.SUM,  # where `Traits.tree_sum` allows it
-    Op.PRODUCT: dist.ReduceOp.PRODUCT,
-    Op.MIN: dist.ReduceOp.MIN,
-    Op.MAX: dist.ReduceOp.MAX,
-}
-
-
-def reduce_options(op: Op, backend: str) -> tuple[AllreduceOptions, bool]:
-    """torch's options for `op`, and whether the sum is still to be divided: only NCCL makes a mean by itself."""
-    divides = op is Op.MEAN and backend != "nccl"
-    options = AllreduceOptions()
-    options.reduceOp = _REDUCE_OPS[Op.SUM if divides else op]
-    return options, divides
-
-
-def scatter_options(op: Op, backend: str) -> tuple[ReduceScatterOptions, bool]:
-    """The same for a reduce_scatter."""
-    of_all, divides = reduce_options(op, backend)
-    options = ReduceScatterOptions()
-    options.reduceOp = of_all.reduceOp
-    return options, divides
 
 
 class PythonGroup:

@@ -25,9 +25,9 @@ from paceline.collectives.protocols import (
     check_reducible,
     check_root,
 )
-from paceline.collectives.python_group import scatter_options
 from paceline.collectives.spare_memory import SpareMemory
 from paceline.collectives.stream_work import StreamWork
+from paceline.collectives.torch_ops import scatter_options
 from paceline.collectives.torch_routes import PreparedAllReduce, Route, find_route, prepare_all_reduce
 from paceline.collectives.torch_store import watch_of
 from paceline.collectives.wait import FutureWork

@@ -10,7 +10,8 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 
 from paceline.collectives.own_group import backend_name
 from paceline.collectives.protocols import Op, Traits, check_reducible, check_tree
-from paceline.collectives.python_group import PythonGroup, reduce_options
+from paceline.collectives.python_group import PythonGroup
+from paceline.collectives.torch_ops import reduce_options
 from paceline.collectives.torch_staged import DeviceStaging
 
 if TYPE_CHECKING:
