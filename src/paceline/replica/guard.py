@@ -76,25 +76,32 @@ class StepGuard:
         if reducer is None or self._closed:
             return None
         if not callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
-            if self._check_step(optimizer):
+            if self._begin_update(optimizer):
                 self._stamp_begin(optimizer, reducer)
             return None
         if not self._managed.isdisjoint(map(id, self._params_of(optimizer))):
             self._refuse_in_backward(reducer)
             self._stamp_begin(optimizer, reducer)
         self._unchecked.add(id(optimizer))
-        return with_closure(args, kwargs, functools.partial(self._check_step, optimizer))
+        return with_closure(args, kwargs, functools.partial(self._begin_update, optimizer))
 
-    def _check_step(self, optimizer: Optimizer) -> bool:
-        """Refuse a step on gradients that were not reduced. Returns whether the step changes this replica.
-
-        The closure of a step makes gradients, and may complete an accumulation, so a step that has one is checked when
-        the closure returns, each time.
-        """
+    def _begin_update(self, optimizer: Optimizer) -> bool:
+        """Let an update begin that changes this replica, unless it is refused. Returns whether it changes the replica.
+        A closure makes gradients, and may complete an accumulation: with one, this is called each time it returns."""
         self._unchecked.discard(id(optimizer))
         reducer = self.reducer()
-        if reducer is None or self.replica() is None or self._closed:
+        if reducer is None or self.replica() is None or self._closed or not self._check_step(optimizer, reducer):
             return False
+        reducer.step_state.stepped()
+        reducer.step_state.begin_update(id(optimizer))
+        if reducer.schedule.observer is not None:
+            reducer.schedule.observer.note_optimizer(optimizer, local=reducer.step_state.local_steps > 0)
+        if reducer.schedule.stream_ordered and (gate := self._gate()) is not None:
+            gate.close(optimizer, _params_of(optimizer))
+        return True
+
+    def _check_step(self, optimizer: Optimizer, reducer: Reducer) -> bool:
+        """Refuse a step on gradients that were not reduced. Returns whether the step changes this replica."""
         refuses = self._refuses and not reducer.step_state.local_steps
         params = self._params_of(optimizer)
         ids = set(map(id, params))
@@ -112,16 +119,8 @@ class StepGuard:
         if reducer.others_wait():
             logger.warning(JOINED, reducer.transport.rank)
             reduce_now(reducer)
-        if refuses:
-            names = reducer.step_state.unreduced(reducer.bucket_set.slots, ids, syncs=reducer.sync_on)
-            if names:
-                raise unreduced_error(names)
-        reducer.step_state.stepped()
-        reducer.step_state.begin_update(id(optimizer))
-        if reducer.schedule.observer is not None:
-            reducer.schedule.observer.note_optimizer(optimizer, local=reducer.step_state.local_steps > 0)
-        if reducer.schedule.stream_ordered and (gate := self._gate()) is not None:
-            gate.close(optimizer, _params_of(optimizer))
+        if refuses and (names := reducer.step_state.unreduced(reducer.bucket_set.slots, ids, syncs=reducer.sync_on)):
+            raise unreduced_error(names)
         return True
 
     def _params_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
@@ -145,7 +144,7 @@ class StepGuard:
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._unchecked:  # it never called its closure: too late to refuse, but no drift in silence
-            self._check_step(optimizer)
+            self._begin_update(optimizer)
         if id(optimizer) in self._stepping:
             if (gate := self._gate()) is not None and gate.closed:
                 gate.open(optimizer)
