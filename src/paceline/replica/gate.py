@@ -42,12 +42,12 @@ class UpdateGate:
         self._names = names
         self._checks = looks
         self._pending: deque[_PendingCheck] = deque(maxlen=KEPT)
-        self.closed: dict[int, Any] = {}  # optimizers that are about to step, by id: what they had in `found_inf`
+        self.found_before: dict[int, Any] = {}  # optimizers about to step, by id: what they had in `found_inf`
         self._steps = 0
         # In a world of one, which has no reports: called a step later with the step and the names of bad gradients.
         self.on_checked: Callable[[int, list[str]], None] | None = None
 
-    def close(self, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+    def before_update(self, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
         """An optimizer is about to step on `params`, where streams order collectives. Have it change nothing if their
         gradients must not be used."""
         if torch.cuda.is_current_stream_capturing():
@@ -71,10 +71,10 @@ class UpdateGate:
             self._reducer.wait(check.work, f"whether the gradients of step {check.number} are finite")
             self.on_checked(check.number, check.bad())
 
-    def open(self, optimizer: Optimizer) -> None:
+    def after_update(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped: restore its `found_inf`."""
-        if id(optimizer) in self.closed:
-            before = self.closed.pop(id(optimizer))
+        if id(optimizer) in self.found_before:
+            before = self.found_before.pop(id(optimizer))
             if before is None:
                 del optimizer.found_inf  # type: ignore[attr-defined]
             else:
@@ -121,7 +121,7 @@ class UpdateGate:
 
     def _set_found_inf(self, optimizer: Optimizer, flag: torch.Tensor) -> None:
         before = getattr(optimizer, "found_inf", None)  # a GradScaler's
-        self.closed[id(optimizer)] = before
+        self.found_before[id(optimizer)] = before
         flag = flag if before is None else torch.maximum(flag, before.to(flag.device).view(()))
         optimizer.found_inf = flag  # type: ignore[attr-defined]
         if self._reducer.reports.unread:

@@ -97,7 +97,7 @@ class StepGuard:
         if reducer.schedule.observer is not None:
             reducer.schedule.observer.note_optimizer(optimizer, local=reducer.step_state.local_steps > 0)
         if reducer.schedule.stream_ordered and (gate := self._gate()) is not None:
-            gate.close(optimizer, _params_of(optimizer))
+            gate.before_update(optimizer, _params_of(optimizer))
         return True
 
     def _check_step(self, optimizer: Optimizer, reducer: Reducer) -> bool:
@@ -146,8 +146,8 @@ class StepGuard:
         if id(optimizer) in self._unchecked:  # it never called its closure: too late to refuse, but no drift in silence
             self._begin_update(optimizer)
         if id(optimizer) in self._stepping:
-            if (gate := self._gate()) is not None and gate.closed:
-                gate.open(optimizer)
+            if (gate := self._gate()) is not None and gate.found_before:
+                gate.after_update(optimizer)
             self._stepping.discard(id(optimizer))
             if (reducer := self.reducer()) is not None:
                 reducer.step_state.end_update(id(optimizer))
