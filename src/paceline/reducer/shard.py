@@ -3,7 +3,7 @@ have as a whole."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import nn
@@ -28,9 +28,11 @@ class Shard:
         self._home: torch.Tensor | None = None
         if param.numel() and not param.untyped_storage().nbytes():  # it will have memory when it is gathered
             self._home = torch.empty(span[1] - span[0], dtype=param.dtype, device=param.device)
-        self.front: StandIn | None = None  # what modules have in the place of the parameter, while it has no memory
+        self.front: ParamStandIn | None = (
+            None  # what modules have in the place of the parameter, while it has no memory
+        )
         self.value = nn.Parameter(self.block)
-        self.stand_in = StandIn(param, name, shard=self)
+        self.stand_in = GradStandIn.of(self)
         self._reduced: torch.Tensor | None = None  # what was put into `value.grad`
         self._guarded: torch.Tensor | None = None  # the same while an update has it without its guard
         self._earlier: torch.Tensor | None = None  # of earlier reductions, which nobody has thrown away
@@ -49,7 +51,7 @@ class Shard:
         if self._home is None:
             self._home = self.block.clone()
             self.value.data = self._home
-        self.front = StandIn(self.param, self.name, param=self.param)
+        self.front = ParamStandIn.of(self)
 
     @property
     def block(self) -> torch.Tensor:
@@ -171,75 +173,37 @@ class ShardGrad(torch.Tensor):
 
 
 class StandIn(torch.Tensor):
-    """In `param.grad`, where the ranks hold the gradient in shards: it has a shape and no numbers. Also in the place of
-    a parameter that has no memory: then it passes on to it what a user wants of a parameter besides its numbers.
+    """In the place of a tensor that the ranks hold in shards: it has a shape and no numbers."""
 
-    Without it `param.grad` would be None, and whoever looks at gradients through `model.parameters()`, such as torch's
-    own clip_grad_norm_, would take them for missing and be silently wrong.
-    """
+    _what: str
+    _way_out: ClassVar[str]
 
-    _name: str
-    _param: torch.Tensor | None
-    _shard: Callable[[], Shard | None]
-
-    @staticmethod
-    def __new__(
-        cls, like: torch.Tensor, name: str, *, param: torch.Tensor | None = None, shard: Shard | None = None
-    ) -> "StandIn":
-        made: StandIn = torch.Tensor._make_wrapper_subclass(
+    @classmethod
+    def _like(cls, param: torch.Tensor, what: str) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(
             cls,
-            like.shape,
-            strides=like.stride(),
-            dtype=like.dtype,
-            device=like.device,
-            requires_grad=False,  # what it passes on to says so; autograd refuses it as an input, for it is in no graph
+            param.shape,
+            strides=param.stride(),
+            dtype=param.dtype,
+            device=param.device,
+            requires_grad=False,  # autograd refuses it as an input, for it is in no graph
         )
-        made._name, made._param = name, param
-        made._shard = weakref.ref(shard) if shard is not None else lambda: None
-        if param is not None:
-            made._is_param = True  # what torch asks for to know an nn.Parameter
+        made._what = what
         return made
-
-    def __init__(
-        self, like: torch.Tensor, name: str, *, param: torch.Tensor | None = None, shard: Shard | None = None
-    ) -> None:
-        """In the place of the gradient of a `shard`, or of a parameter, which is `param`."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{self._what}, kept in shards"
 
     @property
-    def _what(self) -> str:
-        return f"the {'gradient of' if self._param is None else 'parameter'} {self._name}"
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        return None if self._param is None else self._param.grad
-
-    @grad.setter
-    def grad(self, grad: torch.Tensor | None) -> None:
-        assert self._param is not None
-        self._param.grad = grad
-
-    @property
     def requires_grad(self) -> bool:
-        return self._param is not None and self._param.requires_grad
+        return False
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:
         self.requires_grad_(requires_grad)
 
-    def requires_grad_(self, requires_grad: bool = True) -> "StandIn":
-        if self._param is not None:
-            self._param.requires_grad_(requires_grad)
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         return self
-
-    def register_hook(self, hook: Any) -> Any:
-        return self._not_whole("register_hook()") if self._param is None else self._param.register_hook(hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        assert self._param is not None
-        return self._param.register_post_accumulate_grad_hook(hook)
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         self._not_whole("a copy")
@@ -248,14 +212,9 @@ class StandIn(torch.Tensor):
         self._not_whole("a copy or a pickle")
 
     def _not_whole(self, what: object) -> NoReturn:
-        way_out = (
-            "Clip with model.clip_grad_norm_(), make the optimizer with model.optimizer(), and find this rank's part "
-            "in the gradients of optimizer.param_groups"
-            if self._param is None
-            else "It is there while the unit that has it runs its forward, and inside `with model.whole():`"
-        )
         raise NotWhole(
-            f"{what} needs {self._what} in full, but under this placement each rank holds only a shard of it. {way_out}"
+            f"{what} needs {self._what} in full, but under this placement each rank holds only a shard of it. "
+            f"{self._way_out}"
         )
 
     @classmethod
@@ -264,11 +223,81 @@ class StandIn(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        found = next(arg for arg in _flatten([*args, *(kwargs or {}).values()]) if isinstance(arg, cls))
-        if func is torch.ops.aten.zero_.default and (shard := found._shard()) is not None:
-            shard.zero()
-            return found
+        found = next(arg for arg in _flatten([*args, *(kwargs or {}).values()]) if isinstance(arg, StandIn))
         return found._not_whole(func)
+
+
+class GradStandIn(StandIn):
+    """In `param.grad`.
+
+    Without it `param.grad` would be None, and whoever looks at gradients through `model.parameters()`, such as torch's
+    own clip_grad_norm_, would take them for missing and be silently wrong.
+    """
+
+    _way_out = (
+        "Clip with model.clip_grad_norm_(), make the optimizer with model.optimizer(), and find this rank's part in "
+        "the gradients of optimizer.param_groups"
+    )
+    _shard: Callable[[], Shard | None]
+
+    @classmethod
+    def of(cls, shard: Shard) -> Self:
+        made = cls._like(shard.param, f"the gradient of {shard.name}")
+        made._shard = weakref.ref(shard)
+        return made
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        self._not_whole("register_hook()")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.zero_.default and (shard := args[0]._shard()) is not None:
+            shard.zero()
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class ParamStandIn(StandIn):
+    """In the place of a parameter that has no memory: it passes on to it what a user wants of a parameter besides its
+    numbers."""
+
+    _way_out = "It is there while the unit that has it runs its forward, and inside `with model.whole():`"
+    _is_param = True  # what torch asks for to know an nn.Parameter
+    _param: nn.Parameter
+
+    @classmethod
+    def of(cls, shard: Shard) -> Self:
+        made = cls._like(shard.param, f"the parameter {shard.name}")
+        made._param = shard.param
+        return made
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        return self._param.grad
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        self._param.grad = grad
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._param.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self._param.requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Any) -> Any:
+        return self._param.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return self._param.register_post_accumulate_grad_hook(hook)
 
 
 def _flatten(args: Sequence[Any]) -> list[Any]:
