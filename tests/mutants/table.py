@@ -275,7 +275,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters that were fetched ahead outlive an update",
-        "replica/units.py",
+        "replica/unit.py",
         "            gather.discard(group)\n",
         "            pass\n",
     ),

@@ -13,7 +13,7 @@ import paceline
 from paceline.checkpoint import Checkpointer, CheckpointMismatch, NoCheckpoint, digest, manifest
 from paceline.checkpoint.snapshots import read
 from paceline.replica.owned import OwnedBlocks
-from paceline.replica.units import Unit
+from paceline.replica.unit import Unit
 from tests.pool import Pool
 
 KINDS = ("plain", "conv", "half")

@@ -22,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.randomness import mixed, put_back, seed_all
 from paceline.replica.owned import OwnedBlocks
 from paceline.replica.start_equal import broadcast_values
-from paceline.replica.units import Unit
+from paceline.replica.unit import Unit
 
 
 def device_of(module: nn.Module, device_ids: Sequence[Any] | None, group: Any) -> torch.device:

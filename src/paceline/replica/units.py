@@ -5,13 +5,6 @@
 
 What is in no unit of its own is the root: it is gathered when forward begins, and freed when backward has ended. What a
 unit computes from its parameters has to be in what its forward returns: backward would come to anything else unseen.
-
-Note: how memory comes and goes under autograd
-----------------------------------------------
-Autograd keeps what backward needs: the parameter itself, or views of its storage. So a parameter is freed by taking the
-memory from its storage, and gathered by giving that same storage memory again: whoever holds it finds the values there.
-The values are written through a tensor with a version counter of its own, since for autograd nothing has changed. While
-it is freed, the parameter shows NaN, and the module has a stand-in in its place that raises when it is used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,152 +17,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.collectives.block_gather import BlockGather
 from paceline.collectives.group import Group
-from paceline.errors import IllegalMove, UnreducedGradients
+from paceline.errors import IllegalMove
 from paceline.reducer.autograd import task_id, tensors_in
-from paceline.reducer.shard import Shard, flat_of
+from paceline.reducer.shard import Shard
+from paceline.replica.unit import Unit, Whole, places_of
 
 FAILED = (
     'a backward under placement="zero3" has ended with an exception while the other ranks gathered parameters with '
     "this one, so training cannot go on; restart all ranks from a checkpoint"
 )
-
-Place = tuple[nn.Module, str]  # a module, and the name under which it has a parameter
-
-
-def places_of(module: nn.Module) -> dict[int, list[Place]]:
-    """Where the modules have each parameter, by its id: a shared one is in several places."""
-    found: dict[int, list[Place]] = {}
-    for owner in module.modules():
-        for name, param in owner._parameters.items():
-            if param is not None:
-                found.setdefault(id(param), []).append((owner, name))
-    return found
-
-
-class _Whole:
-    """One parameter as a whole, which is there for a time."""
-
-    def __init__(self, shard: Shard, places: Sequence[Place]) -> None:
-        self.shard = shard
-        self._nbytes = shard.param.nbytes
-        storage = shard.param.untyped_storage()
-        if not storage.nbytes():
-            storage.resize_(self._nbytes)
-        elif storage.nbytes() != self._nbytes:  # not ours to free: others look at it too
-            shard.param.data = shard.param.data.clone()
-        self.full = shard.param.data
-        self._places = places
-        self._nan = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device).expand(self.full.shape)
-
-    def free(self) -> None:
-        self._put(self.shard.front, instead_of=self.shard.param)
-        self.full.untyped_storage().resize_(0)
-        self.shard.param.data = self._nan
-
-    def allocate(self) -> None:
-        if not self.full.untyped_storage().nbytes():
-            self.full.untyped_storage().resize_(self._nbytes)
-
-    def show(self) -> None:
-        self._put(self.shard.param, instead_of=self.shard.front)
-        self.shard.param.data = self.full
-
-    def _put(self, param: Any, *, instead_of: Any) -> None:
-        for module, name in self._places:
-            if module._parameters[name] is not instead_of and module._parameters[name] is not param:
-                raise UnreducedGradients(
-                    f"{self.shard.name} was replaced after wrapping, as load_state_dict(assign=True) does, so it would "
-                    f"not be trained; copy values into the parameter inside `with model.whole():`, or wrap the module "
-                    f"after such a change"
-                )
-            module._parameters[name] = param
-
-
-class Unit:
-    """Some parameters that are gathered and freed together."""
-
-    def __init__(self, name: str, number: int, wholes: Sequence[_Whole], cuts: Sequence[Sequence[int]]) -> None:
-        """`cuts`: of each parameter, one block per rank."""
-        self.name = name
-        self._wholes = list(wholes)
-        self._device = next((whole.full.device for whole in wholes), torch.device("cpu"))
-        self.gathered = True
-        by_type: dict[torch.dtype, list[int]] = {}
-        for at, whole in enumerate(wholes):
-            if not whole.full.numel():
-                continue
-            by_type.setdefault(whole.full.dtype, []).append(at)
-        self._gathers = []
-        for some in by_type.values():
-            flats = [flat_of(wholes[at].full) for at in some]
-            spans = zip(*(pairwise(cuts[at]) for at in some), strict=True)
-            blocks = [
-                [flat[begin:end] for flat, (begin, end) in zip(flats, own, strict=True) if end > begin] for own in spans
-            ]
-            homes = [wholes[at].shard.block for at in some]
-            own = [home for home in homes if home.numel()]
-            self._gathers.append(BlockGather(own, blocks, tag=number, direct=True))
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return [whole.shard.param for whole in self._wholes]
-
-    def start(self, group: Group) -> None:
-        """Begin to gather the parameters, unless they are there. In shared memory they are read where they are, so the
-        memory for them has to be there already."""
-        if self.gathered:
-            return
-        if group.transport.traits(self._device).sharded:
-            self._allocate()
-        for gather in self._gathers:
-            gather.start(group)
-
-    def _allocate(self) -> None:
-        for whole in self._wholes:
-            whole.allocate()
-
-    def gather(self, group: Group) -> None:
-        """Have the parameters. All ranks call it, for the same units in the same order."""
-        if self.gathered:
-            return
-        self.start(group)
-        self._allocate()
-        for whole in self._wholes:
-            whole.show()
-        self.gathered = True
-        try:
-            with torch.no_grad():
-                for gather in self._gathers:
-                    gather.finish(group, f"the parameters of {self.name}")
-        except BaseException:
-            self.free()  # whoever is interrupted here may try again
-            raise
-
-    def free(self) -> None:
-        if self.gathered:
-            self._free()
-
-    def _free(self) -> None:
-        for whole in self._wholes:
-            whole.free()
-        self.gathered = False
-
-    def follow_update(self, group: Group) -> None:
-        """Free the parameters, and drop what is on its way: the shards have new values."""
-        for gather in self._gathers:
-            gather.discard(group)
-            gather.version += 1
-        self._free()
-
-    def keep_changes(self) -> None:
-        """Take over what was done to the parameters while they were there."""
-        for whole in self._wholes:
-            if whole.shard.param.data_ptr() != whole.full.data_ptr():  # as `param.data = ...` has done
-                whole.full.copy_(whole.shard.param.data)
-                whole.shard.param.data = whole.full
-            whole.shard.block.copy_(flat_of(whole.full)[slice(*whole.shard.span)])
 
 
 class _WhenAllHaveGrads:
@@ -412,7 +269,7 @@ def make_units(
     units = []
     for number, some in enumerate(indices):
         name = names[id(modules[number])] if number < len(modules) else "the root of the model"
-        wholes = [_Whole(shards[index], places[id(shards[index].param)]) for index in some]
+        wholes = [Whole(shards[index], places[id(shards[index].param)]) for index in some]
         units.append(Unit(name, number, wholes, [cuts[index] for index in some]))
         units[-1].free()
     return Units(module, modules, units, indices, group)
