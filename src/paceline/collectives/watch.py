@@ -131,9 +131,15 @@ class StoreWatch:
                 return CollectiveMismatch(verdict[0], ranks=range(self._size))
             if lost:
                 return self._peer_lost(what, waited_s, lost, f" ({_one_line(text)})")
+            where = f"a connection broke while rank {self._rank} waited {waited_s:.1f} s in {what}"
+            if not (silent := self._silent()):
+                unknown = f"{where}, and it is not known which rank died: {_one_line(text)}; see the logs of all ranks"
+                return PeerLost(unknown)
+            closed = " or ".join(f"rank {peer}{_brackets(self._records.get(peer))}" for peer in silent)
             return PeerLost(
-                f"a connection broke while rank {self._rank} waited {waited_s:.1f} s in {what}, and it is not known "
-                f"which rank died: {_one_line(text)}; see the logs of all ranks"
+                f"{where}: no rank has died, so {closed} has closed it, perhaps after an error ({_one_line(text)}); "
+                f"see the log of that rank",
+                ranks=silent,
             )
         if any(sign in text.lower() for sign in _ABSENT):
             absent = self.absent()
@@ -251,6 +257,10 @@ class StoreWatch:
             return []
         known = self._records
         return [r for r in self._others if r not in known or not (known[r].answers or self._is_local(known[r]))]
+
+    def _silent(self) -> list[int]:
+        """Of ranks that live, those that have not answered: whoever has lost a connection as well has."""
+        return [] if self._board is None else [peer for peer, record in self._records.items() if not record.answers]
 
     def _peer_lost(self, what: str, waited_s: float, lost: list[int], reason: str = "") -> PeerLost:
         # A survivor that goes down because of this must not be taken for the cause.
