@@ -9,7 +9,7 @@ import torch
 from paceline.checkpoint.compare import Compared
 from paceline.checkpoint.ranks import text_hash
 from paceline.checkpoint.state import TrainingState
-from paceline.checkpoint.striping import Held, Piece, stripe
+from paceline.checkpoint.striping import Held, Stripe, stripe
 from paceline.errors import CollectiveMismatch
 from paceline.stored.tensor_file import PARTS
 from paceline.stored.tensor_part import Order, TensorPart, flat_of, order_of
@@ -106,7 +106,7 @@ def deal(
 
 
 def _cut(
-    value: torch.Tensor | TensorPart, piece: Piece
+    value: torch.Tensor | TensorPart, piece: Stripe
 ) -> tuple[torch.Tensor, tuple[int, Sequence[int], Order] | None]:
     """The elements of a piece, and of what they are a part: from where on, of which shape, in which order."""
     like = value.form if isinstance(value, TensorPart) else value

@@ -32,7 +32,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Stripe:
     """The elements `begin` to `end` of tensor `index`: who holds them, and who writes them, one rank per directory."""
 
     index: int
@@ -42,7 +42,7 @@ class Piece:
     writers: tuple[int, ...]
 
 
-def stripe(held: Sequence[Held], homes: Sequence[int]) -> list[Piece]:
+def stripe(held: Sequence[Held], homes: Sequence[int]) -> list[Stripe]:
     """Deal out everything that is held. `homes`: for each rank, the lowest rank that sees the same directory.
 
     Raises CheckpointError if some elements are held by no rank.
@@ -76,7 +76,7 @@ def _atoms(one: Held) -> Iterator[tuple[int, int, tuple[int, ...]]]:
 
 def _deal(
     held: Sequence[Held], run: Sequence[tuple[int, int, int]], holders: tuple[int, ...], homes: Sequence[int]
-) -> Iterator[Piece]:
+) -> Iterator[Stripe]:
     """Cut a run of tensors that the same ranks hold so that those of every directory have equal shares."""
     teams: dict[int, list[int]] = {}
     for rank in holders:
@@ -96,4 +96,4 @@ def _deal(
         for first, last in pairwise([*cuts, end] if end > begin else [begin, end]):
             middle = low + ((first + last) // 2 - begin) * size
             writers = (team[min(middle * len(team) // max(total, 1), len(team) - 1)] for team in teams.values())
-            yield Piece(index, first, last, holders, tuple(writers))
+            yield Stripe(index, first, last, holders, tuple(writers))
