@@ -58,6 +58,7 @@ class LaneBuffers:
 
     def begin_anew(self) -> None:
         """With another set of ranks: they have compared their modules, and know nothing of what lanes have done."""
+        self._find_owners()
         # Equal on all ranks.
         self._names = sorted(name for name, buffer in self._present().items() if _is_plain(buffer))
         self._caches: set[str] = set(self._present()) - set(self._names)  # left alone
@@ -69,6 +70,7 @@ class LaneBuffers:
 
     def begin(self) -> None:
         """A step begins: remember what buffers are now."""
+        self._find_owners()
         present = self._present()
         self._after.clear()
         for name in self._names:
@@ -195,8 +197,22 @@ class LaneBuffers:
         """What is compared between ranks: the buffers as the step has found them."""
         return [(name, _ComparedBuffer(self, name, was)) for name, was in self.before()]
 
+    def _find_owners(self) -> None:
+        """Once a step: to walk over all modules after every lane would cost more than what is found there."""
+        self._owners = list(self._module.named_modules())
+
     def _present(self) -> dict[str, torch.Tensor]:
-        return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+        found: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for prefix, owner in self._owners:
+            for own_name, buffer in owner._buffers.items():
+                if buffer is None or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                name = f"{prefix}.{own_name}" if prefix else own_name
+                if name not in self._ignored:
+                    found[name] = buffer
+        return found
 
 
 class _ComparedBuffer:
