@@ -18,11 +18,16 @@ from collections.abc import Callable
 
 REPORT_NAME = "PACELINE_REPORT_FD"
 PROGRESS_NAME = "PACELINE_PROGRESS_FD"
+MEMBER_NAME = "PACELINE_MEMBER"  # the number of this process in an elastic job
+MEMBERSHIP_NAME = "PACELINE_MEMBERSHIP_FD"  # a pipe in which the launcher tells a member about its generation
 PROGRESS_SLOT = 64  # bytes for each rank: a cache line, so that ranks do not slow each other down
 RECORD_NAME = "PACELINE_DETERMINISM"  # a file for what a replica computes, and how many steps of it
 RECORD_STEPS_NAME = "PACELINE_DETERMINISM_STEPS"
 # A launcher that does not read for this long misses the line; training goes on.
 PATIENCE_S = 0.05
+# What must arrive is waited for longer: a launcher may be stopped for a while.
+DELIVERY_S = 60.0
+SLICE_S = 0.1  # of a wait, so that Python handles signals
 
 
 def report(kind: str, **fields: object) -> None:
@@ -36,6 +41,13 @@ def report(kind: str, **fields: object) -> None:
         _write(descriptor, line.encode() + b"\n")
 
 
+def deliver(line: bytes) -> bool:
+    """Hand the launcher a line that must not be dropped, of at most 4 KiB. Returns False when nobody reads."""
+    descriptor = inherited_descriptor(os.environ.get(REPORT_NAME, ""))
+    # What was cut short before it ends here, so that it does not spoil this line.
+    return descriptor is not None and _write(descriptor, b"\n" + line, DELIVERY_S)
+
+
 def inherited_descriptor(named: str) -> int | None:
     """The descriptor that the launcher named, by its number and inode, if this process really has it."""
     number, _, inode = named.partition(":")
@@ -47,20 +59,25 @@ def inherited_descriptor(named: str) -> int | None:
         return None
 
 
-def _write(descriptor: int, data: bytes) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def _write(descriptor: int, data: bytes, patience_s: float = PATIENCE_S) -> bool:
+    """Whether all of it was written in time."""
+    deadline = time.monotonic() + patience_s
     room = select.poll()
     room.register(descriptor, select.POLLOUT)
     while data:
         try:
             # The pipe blocks or not as the launcher made it; asking first keeps a full one from holding the rank.
-            if not room.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-                return
+            left = deadline - time.monotonic()
+            if not room.poll(max(0.0, min(left, SLICE_S)) * 1e3):
+                if left <= 0:
+                    return False
+                continue
             data = data[os.write(descriptor, data[:4096]) :]
         except BlockingIOError:  # another thread filled it between the question and the write
             continue
         except OSError:  # the launcher is gone
-            return
+            return False
+    return True
 
 
 def inherited_progress() -> memoryview | None:

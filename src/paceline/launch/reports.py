@@ -29,7 +29,7 @@ class ReportReader:
 def _parse(line: bytes) -> dict[str, Any]:
     try:
         report = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return report if isinstance(report, dict) else {}
 

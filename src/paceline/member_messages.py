@@ -1,0 +1,175 @@
+"""What members of an elastic job and their launcher tell each other: one JSON object a line, each a frozen value here.
+
+A member is a process; its number is never given to another one. A generation is one membership of the world: an ordered
+list of members, of which each one's place is its rank.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+NEVER = -1  # the generation, or the step, of a member that has been in none
+MAX_REASON = 600  # so that a line stays within 4 KiB, whatever its letters
+
+# What a member says --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemberReady:
+    """A member waits for the next generation. `was` is the one it has left; `whole`: its state is that of `step`."""
+
+    was: int
+    step: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class MemberStore:
+    """The first member of a generation holds its store, at this port of loopback."""
+
+    generation: int
+    port: int
+
+
+@dataclass(frozen=True)
+class MemberFormed:
+    """A member has formed the group of a generation, and its state is equal to the source's."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class MemberFailed:
+    """The member's script raised an exception that is no other member's fault, and it is about to leave."""
+
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemberFinished:
+    """All members have come to the end of training. From here on nobody is replaced."""
+
+    generation: int
+    step: int
+
+
+# What the launcher says ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The next membership. With `heal`, all take everything from `source`, which is at `step`; else no bytes move.
+
+    Without a source no state is whole, and the newest checkpoint has to do.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    source: int | None
+    step: int
+    heal: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def rank_of(self, member: int) -> int:
+        """A member's place, which is its rank."""
+        return self.members.index(member)
+
+
+@dataclass(frozen=True)
+class StoreAt:
+    """Where the store of a generation listens."""
+
+    generation: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A member has left a generation, which is over therefore. `reason` continues "rank 1 "."""
+
+    generation: int
+    member: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """Members wait to join: leave this generation together, after the same step."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """No generation can be formed any more."""
+
+    reason: str
+
+
+FromMember = MemberReady | MemberStore | MemberFormed | MemberFailed | MemberFinished
+FromLauncher = Generation | StoreAt | Ended | Regroup | Refused
+_KINDS: Mapping[type[Any], str] = {
+    MemberReady: "member_ready",
+    MemberStore: "member_store",
+    MemberFormed: "member_formed",
+    MemberFailed: "member_failed",
+    MemberFinished: "member_finished",
+    Generation: "generation",
+    StoreAt: "store",
+    Ended: "ended",
+    Regroup: "regroup",
+    Refused: "refused",
+}
+
+
+def to_line(message: FromMember | FromLauncher) -> bytes:
+    """The line that stands for a message, with its end."""
+    found = {"kind": _KINDS[type(message)], **asdict(message)}
+    if "reason" in found:
+        found["reason"] = found["reason"][:MAX_REASON]
+    return json.dumps(found).encode() + b"\n"
+
+
+def from_member(kind: str, said: Mapping[str, Any]) -> FromMember | None:
+    """What a member has said by a report; None when the report is of another kind, or is no such message."""
+    found: FromMember | None = _read(kind, said, MemberReady, MemberStore, MemberFormed, MemberFailed, MemberFinished)
+    return found
+
+
+def from_launcher(line: bytes) -> FromLauncher | None:
+    """What the launcher says in a line; None when it is no such message."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict):
+        return None
+    found: FromLauncher | None = _read(str(said.pop("kind", "")), said, Generation, StoreAt, Ended, Regroup, Refused)
+    return found
+
+
+def _read(kind: str, said: Mapping[str, Any], *allowed: type[Any]) -> Any:
+    found = next((known for known in allowed if _KINDS[known] == kind), None)
+    if found is None or said.keys() != {field.name for field in fields(found)}:
+        return None
+    values = {field.name: _value(said[field.name], field.type) for field in fields(found)}
+    return None if any(value is _WRONG for value in values.values()) else found(**values)
+
+
+_WRONG = object()
+
+
+def _value(value: Any, kind: Any) -> Any:
+    if kind == tuple[int, ...]:
+        fits = isinstance(value, list) and all(type(part) is int for part in value)
+        return tuple(value) if fits else _WRONG
+    if kind == int | None:
+        return value if value is None or type(value) is int else _WRONG
+    return value if type(value) is kind else _WRONG
