@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives.checked import barrier
-from paceline.data import Cursor, DataDiffers, Loader, check_first_batch, read_sample_log
+from paceline.data import Cursor, DataDiffers, DistributedSampler, Loader, check_first_batch, read_sample_log
 from tests.pool import Pool
 from tests.unit.test_data_stream import Count
 from tests.unit.test_sampler import Numbers
@@ -138,3 +138,40 @@ def nothing_for_some(rank: int, size: int) -> list[int]:
 
 def test_a_tail_too_short_for_all_ranks_hangs_nobody(procs: Pool) -> None:
     assert procs(3).run(nothing_for_some) == [[0, 1, 6], [2, 3], [4, 5]]
+
+
+def outlive_a_rank(rank: int, size: int, folder: str) -> list[int]:
+    """Three ranks, of which the last is gone after a step that was committed and one that was not. Returns what this
+    rank has committed."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/0", size), rank=rank, world_size=size)
+    loader: Loader[torch.Tensor] = Loader(Numbers(40), 2, manual_commit=True, sample_log=f"{folder}/log")
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(40), exactly_once=True)
+    batches = loader.endless()
+    seen = next(batches).tolist()
+    loader.commit()
+    sampler.commit(2)
+    next(batches)
+    barrier()
+    dist.destroy_process_group()
+    if rank == 2:
+        return seen
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/1", 2), rank=rank, world_size=2)
+    loader.follow_group()
+    sampler.follow_group()
+    assert (len(sampler), sampler.num_replicas) == (17, 2)
+    for _ in range(8):
+        seen += next(batches).tolist()
+        loader.commit()
+    barrier()
+    dist.destroy_process_group()
+    return seen
+
+
+def test_what_a_rank_that_is_gone_had_not_committed_comes_again(procs: Pool, tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    parts = procs(3).run(outlive_a_rank, str(tmp_path), group=False)
+    seen = [index for part in parts for index in part]
+    assert len(seen) == len(set(seen)) == 6 + 8 * 4  # of 40, the last 2 fill no batch of the first world
+    reading = read_sample_log(tmp_path / "log")
+    assert [session.world_size for session in reading.sessions] == [3, 2]
+    assert reading.problems() == []

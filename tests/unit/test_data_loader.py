@@ -356,3 +356,36 @@ def test_an_error_of_the_dataset_is_the_loops() -> None:
     with pytest.raises(LookupError, match="no such file"):
         next(iter(ours))
     assert ours.cursor.committed == 0
+
+
+# -------------------------------------------------------------------------------------------- going back, and following
+
+
+def test_batches_that_were_not_committed_come_again() -> None:
+    one: Loader[torch.Tensor] = Loader(Numbers(40), 4, manual_commit=True)
+    batches = one.endless()
+    first = next(batches).tolist()
+    one.commit()
+    second = next(batches).tolist()
+    one.go_back()
+    assert next(batches).tolist() == second
+    one.commit()
+    one.go_back()  # nothing to go back to
+    rest = flat(next(batches) for _ in range(8))
+    assert sorted(first + second + rest) == list(range(40))
+    assert one.epoch == 0
+    next(batches)
+    assert one.epoch == 1
+
+
+def test_going_back_over_the_end_of_an_epoch_is_going_back_into_it() -> None:
+    one: Loader[torch.Tensor] = Loader(Numbers(8), 4, manual_commit=True, shuffle=False)
+    batches = one.endless()
+    assert [next(batches).tolist() for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    one.go_back()
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_loader_that_was_told_its_rank_cannot_follow_a_world() -> None:
+    with pytest.raises(UsageError, match="leave them out"):
+        loader().follow_group()

@@ -110,6 +110,7 @@ class Checkpointer:
         self._cadence = Cadence((every_seconds or 0.0) / 10, group)
         self._saved_at = time.monotonic()
         self._writing: BackgroundWrite | None = None
+        self._orphan: BackgroundWrite | None = None  # of a world that is no more: some rank may not have done its part
         self._copies = {MODEL: HostCopy(), STATE: HostCopy()}
         self._refused: list[Path] = []
         self._place = RunDirectory(self.directory)
@@ -170,6 +171,14 @@ class Checkpointer:
         """Wait for this rank's writer only. The next other call tells all ranks how the write ended."""
         if self._writing is not None:
             self._writing.join()
+
+    def follow_group(self) -> None:
+        """The world has changed: nothing that was known of its ranks is known of those that there are now. All ranks
+        call it. A write that is under way may lack the part of a rank that is gone: if so, an event says it, and it is
+        no problem of this world."""
+        self._orphan = self._writing
+        self._cadence.follow_group()
+        self._place.follow_group()
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -290,6 +299,9 @@ class Checkpointer:
             f"the checkpoint of step {write.step} could not be written to {self.directory} "
             f"({type(write.error).__name__}: {write.error}); remaining checkpoints: {self._place.remaining()}"
         )
+        if write is self._orphan:
+            self._emit("failed", write.step, text)
+            return None
         return write.step, text
 
     def _problem(self, reports: Sequence[tuple[int, str] | None]) -> NotSaved | None:

@@ -47,6 +47,10 @@ class Cadence:
         self._calls_left = self._pause - 1
         return bool(told[0])
 
+    def follow_group(self) -> None:
+        """The world has changed: ranks that are new in it communicate in their first call, so all do."""
+        self._calls_left, self._pause, self._asked_at, self._cost_s = 0, 1, 0.0, math.inf
+
     def _next_pause(self) -> int:
         now = time.monotonic()
         per_call = (now - self._asked_at) / self._pause
@@ -102,6 +106,10 @@ class Preemption:
         if not self._agreed:
             self._agreed = bool(self._cadence.ask(self.asked))
         return self._agreed
+
+    def follow_group(self) -> None:
+        """The world has changed. All ranks call it."""
+        self._cadence.follow_group()
 
     def close(self) -> None:
         """Put the earlier handlers back."""

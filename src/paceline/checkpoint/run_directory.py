@@ -26,6 +26,10 @@ class RunDirectory:
             self._homes = homes_of(self.path, group)
         return self._homes or [0] * rank_and_size(group)[1]
 
+    def follow_group(self) -> None:
+        """The world has changed: which ranks see the same directory is asked again."""
+        self._homes = None
+
     def own(self) -> str:
         """Keep other runs from saving here. Returns who does so already, or nothing."""
         try:

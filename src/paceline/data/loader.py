@@ -98,6 +98,7 @@ class Loader(Generic[Batch]):
     ) -> None:
         check_integer("batch_size", batch_size, 1)
         check_integer("seed", seed)
+        self._follows = rank is None and world_size is None
         rank, size = rank_and_size(rank, world_size, "world_size")
         _check_lanes(lanes, size, drop_last)
         options = {
@@ -112,7 +113,7 @@ class Loader(Generic[Batch]):
         self.dataset = dataset
         self._settings = DealSettings(batch_size, rank, size, shuffle, drop_last, reseed, options, lanes)
         self._source = _source(dataset, self._settings)
-        self._workers = WorkerGuard(rank=rank, timeout=timeout)
+        self._workers, self._timeout = WorkerGuard(rank=rank, timeout=timeout), timeout
         self._sample_log = sample_log if isinstance(sample_log, SampleLog | None) else SampleLog(sample_log)
         self._manual = manual_commit
         self._check = check
@@ -120,6 +121,7 @@ class Loader(Generic[Batch]):
         self._reached = self._committed = Cursor(operator.index(seed))
         self._uncommitted: list[SampleLogEntry] = []  # one for each batch that was handed out, without a step
         self._iteration = 0  # the number of the one that is running
+        self._moves = 0  # how often the position was set
         self._agreed = False  # ranks have compared where they stand
         self._resumed = True  # the next session of the sample log undoes what lies past it
         self._first_batch_seen = False
@@ -180,13 +182,15 @@ class Loader(Generic[Batch]):
             self._committed = self._reached
 
     def endless(self) -> Iterator[Batch]:
-        """Batches for ever, epoch after epoch."""
+        """Batches for ever, epoch after epoch. When the position is set, they go on from there."""
         while True:
-            begun, empty = self._reached, True
+            begun, empty, moves = self._reached, True, self._moves
             for batch in self:
                 empty = False
                 yield batch
-            if empty and begun.committed == 0:
+                if self._moves != moves:
+                    break
+            if empty and begun.committed == 0 and self._moves == moves:
                 raise UsageError(f"epoch {begun.epoch} had no batch for this rank; expected at least one per epoch")
 
     def commit(self, step: int | None = None) -> None:
@@ -236,8 +240,34 @@ class Loader(Generic[Batch]):
         self._step = operator.index(state["step"])
         self._manual = self._manual or state["manual_commit"]
 
+    def follow_group(self) -> None:
+        """Deal to the ranks that there are now, from what was committed. All ranks call it after the world has changed.
+
+        Batches that were handed out since then come again. A loop over `endless()` goes on; a loop over the loader
+        itself has to be begun anew.
+        """
+        if not self._follows:
+            raise UsageError(
+                "this Loader was given rank= and world_size=, so it cannot follow a world that changes; leave them out"
+            )
+        rank, size = rank_and_size(None, None, "world_size")
+        _check_lanes(self._settings.lanes, size, self._settings.drop_last)
+        settings = replace(self._settings, rank=rank, size=size)
+        source = _source(self.dataset, settings)
+        self._workers.close()
+        self._settings, self._source = settings, source
+        self._workers = WorkerGuard(rank=rank, timeout=self._timeout)
+        self._first_batch_seen = False  # as on a rank that is new
+        self._move(self._committed, resumed=True)
+
+    def go_back(self) -> None:
+        """Go to what was committed: batches that were handed out since then come again."""
+        if self._reached != self._committed or self._uncommitted:
+            self._move(self._committed, resumed=True)
+
     def _move(self, cursor: Cursor, *, resumed: bool) -> None:
         self._iteration += 1
+        self._moves += 1
         self._reached = self._committed = cursor
         self._uncommitted.clear()
         self._agreed, self._resumed = False, resumed

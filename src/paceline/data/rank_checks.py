@@ -13,6 +13,7 @@ import torch.distributed as dist
 from paceline.collectives.checked import all_gather
 from paceline.data.cursor import check_integer
 from paceline.errors import UsageError
+from paceline.member import in_elastic_job
 from paceline.world import World
 
 _HASHED_BYTES = 1 << 20  # of each tensor
@@ -24,10 +25,15 @@ class DataDiffers(UsageError):
 
 
 def rank_and_size(rank: int | None, size: int | None, size_name: str) -> tuple[int, int]:
-    """(rank, size): as given, else those of the process group, else of the launcher's environment."""
+    """(rank, size): as given, else those of the process group, else of the launcher's environment.
+
+    A member of an elastic job is in no world before its first generation: until then it counts as alone.
+    """
     if rank is None or size is None:
         if dist.is_available() and dist.is_initialized():
             here = dist.get_rank(), dist.get_world_size()
+        elif in_elastic_job():
+            here = 0, 1
         else:
             world = World.from_env()
             here = world.rank, world.size

@@ -44,6 +44,7 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
     ) -> None:
         if not isinstance(dataset, Sized):
             raise UsageError(f"dataset must have a length, got {type(dataset).__name__}, which has no __len__")
+        self._follows = rank is None and num_replicas is None
         rank, num_replicas = rank_and_size(rank, num_replicas, "num_replicas")
         check_integer("seed", seed)
         if exactly_once and drop_last:
@@ -102,6 +103,21 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._move(state["committed"])
         self._epoch_was_set = True
+
+    def follow_group(self) -> None:
+        """Deal to the ranks that there are now what was not committed. All ranks call it after the world has changed,
+        and iterate anew."""
+        if not self._follows:
+            raise UsageError(
+                "this DistributedSampler was given rank= and num_replicas=, so it cannot follow a world that changes; "
+                "leave them out"
+            )
+        self.rank, self.num_replicas = rank_and_size(None, None, "num_replicas")
+        self.go_back()
+
+    def go_back(self) -> None:
+        """Go to what was committed: the next iteration begins there."""
+        self._move(self._committed)
 
     def _move(self, committed: int) -> None:
         self._begun = self._committed = committed
