@@ -15,6 +15,7 @@ from paceline.errors import IllegalMove, PeerLost, WorldNotFormed
 from paceline.member_messages import (
     NEVER,
     Ended,
+    Finished,
     FromLauncher,
     FromMember,
     Generation,
@@ -61,6 +62,7 @@ class Member:
         self._stores: dict[int, tuple[str, int]] = {}
         self._ended: list[Ended] = []
         self._regroup = NEVER
+        self._finished = False
         self._refused = ""
         self._callbacks: list[Callable[[Ended], None]] = []
         self._closing, self._close = os.pipe()
@@ -107,6 +109,12 @@ class Member:
         with self._heard:
             return self._regroup >= generation
 
+    @property
+    def finished(self) -> bool:
+        """Whether another member has said that training is over. No generation is formed after that."""
+        with self._heard:
+            return self._finished
+
     def on_ended(self, call: Callable[[Ended], None]) -> Callable[[], None]:
         """Have `call` called, in another thread, whenever a member leaves; return what stops that."""
         with self._heard:
@@ -149,6 +157,8 @@ class Member:
             return self._stores[generation]
 
     def _refuse(self) -> None:
+        if self._finished:
+            raise WorldNotFormed(f"member {self.id}: training is finished, so no other generation is formed")
         if self._refused:
             raise WorldNotFormed(self._refused)
 
@@ -192,6 +202,8 @@ class Member:
                 self._ended.append(message)
             elif isinstance(message, Regroup):
                 self._regroup = max(self._regroup, message.generation)
+            elif isinstance(message, Finished):
+                self._finished = True
             else:
                 self._refused = self._refused or message.reason
             callbacks = list(self._callbacks)

@@ -113,8 +113,15 @@ class Refused:
     reason: str
 
 
+@dataclass(frozen=True)
+class Finished:
+    """Training is over: a member of this generation has passed the last barrier, so all had come to it."""
+
+    generation: int
+
+
 FromMember = MemberReady | MemberStore | MemberFormed | MemberFailed | MemberFinished
-FromLauncher = Generation | StoreAt | Ended | Regroup | Refused
+FromLauncher = Generation | StoreAt | Ended | Regroup | Refused | Finished
 _KINDS: Mapping[type[Any], str] = {
     MemberReady: "member_ready",
     MemberStore: "member_store",
@@ -126,6 +133,7 @@ _KINDS: Mapping[type[Any], str] = {
     Ended: "ended",
     Regroup: "regroup",
     Refused: "refused",
+    Finished: "finished",
 }
 
 
@@ -151,7 +159,8 @@ def from_launcher(line: bytes) -> FromLauncher | None:
         return None
     if not isinstance(said, dict):
         return None
-    found: FromLauncher | None = _read(str(said.pop("kind", "")), said, Generation, StoreAt, Ended, Regroup, Refused)
+    kind = str(said.pop("kind", ""))
+    found: FromLauncher | None = _read(kind, said, Generation, StoreAt, Ended, Regroup, Refused, Finished)
     return found
 
 

@@ -18,6 +18,7 @@ from paceline.member import Member, in_elastic_job
 from paceline.member_messages import (
     MAX_REASON,
     Ended,
+    Finished,
     FromLauncher,
     Generation,
     MemberFailed,
@@ -48,6 +49,7 @@ FROM_LAUNCHER: tuple[FromLauncher, ...] = (
     Ended(2, 1, "was killed by SIGKILL"),
     Regroup(2),
     Refused("too many losses"),
+    Finished(2),
 )
 
 
@@ -177,6 +179,14 @@ def test_a_refusal_ends_the_wait(wire: Wire) -> None:
     wire.tell(Refused("1 rank is left of at least 2"))
     with pytest.raises(WorldNotFormed, match="1 rank is left of at least 2"):
         wire.member.await_generation()
+
+
+def test_nothing_is_formed_after_the_end(wire: Wire) -> None:
+    assert not wire.member.finished
+    wire.tell(Finished(3))
+    with pytest.raises(WorldNotFormed, match="training is finished"):
+        wire.member.await_generation()
+    assert wire.member.finished
 
 
 def test_a_launcher_that_has_gone_ends_the_wait(wire: Wire) -> None:

@@ -12,6 +12,30 @@ INTERRUPT_EXIT = 130
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticTerms:
+    """Between how many ranks a job may have, and what it does about those it loses.
+
+    `spares` wait, started and with all they need loaded, until a rank is lost. After more than `max_losses` the job is
+    given up; None is no limit. `recovery_s` is how long it waits below `minimum` ranks, or until a generation is
+    formed; `patience_s` how long it waits for the others when enough have come to begin.
+    """
+
+    minimum: int
+    maximum: int
+    spares: int = 0
+    max_losses: int | None = None
+    recovery_s: float = 600.0
+    patience_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.maximum:
+            raise UsageError(
+                f"an elastic job needs at least 1 rank and a minimum of at most its maximum, got a minimum of "
+                f"{self.minimum} and a maximum of {self.maximum}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """The ranks of one machine.
 

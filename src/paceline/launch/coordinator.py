@@ -1,0 +1,414 @@
+"""Who is in which generation of an elastic job: a state machine that starts no process and reads no clock.
+
+    FOUNDING   processes start; the first generation waits until all have come, or enough have, and patience is over
+    GATHERING  a generation is over; the next one waits until all survivors have left the last, and enough are there
+    FORMING    the members know their ranks, connect, and take the state of one of them
+    WORKING    all have formed it
+    FINISHING  a member has passed the last barrier; nobody is replaced any more
+    OVER       given up, or stopped
+
+It is told what members say and how they end, and returns what is to be done. A generation never has a dead member when
+it is announced, and none is announced while a living member of the one before may still be in it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from paceline.errors import IllegalMove
+from paceline.launch.elastic_actions import (
+    Action,
+    Departure,
+    EndMember,
+    Formed,
+    GiveUp,
+    Loss,
+    Lost,
+    Spawn,
+    Tell,
+    Waiting,
+)
+from paceline.launch.job import ElasticTerms
+from paceline.launch.lines import name_ranks
+from paceline.launch.next_generation import next_generation
+from paceline.launch.retries import Retries
+from paceline.member_messages import (
+    NEVER,
+    Ended,
+    Finished,
+    FromLauncher,
+    FromMember,
+    Generation,
+    MemberFailed,
+    MemberFormed,
+    MemberReady,
+    MemberStore,
+    Regroup,
+    StoreAt,
+)
+
+LOOPBACK = "127.0.0.1"
+# So many processes in a row may end before they could join; then no more are started.
+STILLBORN = 3
+# Members that regroup leave one after the other. One that does not follow for this long is told that the others left.
+REGROUP_S = 5.0
+# For so long a survivor may be busy with its step before it is said that it is waited for.
+SAY_AFTER_S = 10.0
+
+
+class Stage(Enum):
+    FOUNDING = auto()
+    GATHERING = auto()
+    FORMING = auto()
+    WORKING = auto()
+    FINISHING = auto()
+    OVER = auto()
+
+
+LEGAL = {
+    Stage.FOUNDING: {Stage.FORMING, Stage.OVER},
+    Stage.GATHERING: {Stage.FORMING, Stage.FINISHING, Stage.OVER},
+    # What members say comes by several pipes: one may have finished before it is read that another has formed.
+    Stage.FORMING: {Stage.GATHERING, Stage.WORKING, Stage.FINISHING, Stage.OVER},
+    Stage.WORKING: {Stage.GATHERING, Stage.FINISHING, Stage.OVER},
+    Stage.FINISHING: {Stage.OVER},
+    Stage.OVER: set[Stage](),
+}
+
+
+@dataclass
+class _Living:
+    """A member whose process runs."""
+
+    member: int
+    slot: int
+    ready: MemberReady | None = None  # it waits for a generation
+    joined: bool = False  # it has waited for one
+    failed: MemberFailed | None = None  # what its script has raised, unless it has caught that
+    failed_at: float = 0.0
+
+
+class Coordinator:
+    """Decides. Every method that takes an event returns what is to be done, in order."""
+
+    def __init__(self, terms: ElasticTerms) -> None:
+        self.stage = Stage.FOUNDING
+        self.generation: Generation | None = None  # the last one that was announced
+        self.losses: list[Loss] = []
+        self.outages_s: list[float] = []  # from the end of a generation until the next was formed
+        self._terms = terms
+        self._retries = Retries()
+        self._living: dict[int, _Living] = {}
+        self._next_member = 0
+        self._seats: set[int] = set()  # who may still be in the last generation
+        self._formed: set[int] = set()
+        self._joined = 0  # how many of this generation were not in the one before
+        self._ever_formed = False
+        self._quiet: list[Ended] | None = None  # those who have left to regroup; None when nobody was asked to
+        self._over_since = 0.0  # when the last generation ended, or the job began
+        self._asked_at = 0.0  # when members were last asked to regroup, or to form a generation
+        self._enough_since: float | None = None  # when enough had come to begin
+        self._short_since: float | None = None
+        self._said: set[str] = set()  # what was said about the present wait
+        self._stillborn = 0  # how many processes in a row have ended before they had waited for a generation
+
+    # Events -----------------------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[Action]:
+        """The job begins."""
+        self._over_since = now
+        return [self._spawn(slot) for slot in range(self._terms.maximum)]
+
+    def said(self, member: int, message: FromMember, now: float) -> list[Action]:
+        """A member has said something. From the dead, or about a generation that is over, it changes nothing."""
+        living = self._living.get(member)
+        if living is None or self.stage in (Stage.FINISHING, Stage.OVER):
+            return []
+        if isinstance(message, MemberReady):
+            return list(self._on_ready(living, message, now))
+        generation = self.generation
+        if generation is None or message.generation != generation.number or member not in generation.members:
+            return []
+        if isinstance(message, MemberStore):
+            return list(self._on_store(member, message, generation))
+        if isinstance(message, MemberFormed):
+            return list(self._on_formed(member, generation, now))
+        if isinstance(message, MemberFailed):
+            return list(self._on_failed(living, message, now))
+        return list(self._on_finished(generation))
+
+    def exited(self, member: int, how: Departure, now: float) -> list[Action]:
+        """The process of a member has ended."""
+        living = self._living.pop(member, None)
+        if living is None or self.stage in (Stage.FINISHING, Stage.OVER):
+            return []
+        return list(self._on_loss(living, how, now))
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        return list(self._on_tick(now))
+
+    def stop(self) -> None:
+        """The job is ended from outside."""
+        if self.stage is not Stage.OVER:
+            self._go(Stage.OVER)
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """The members that others may wait for. The watchdog judges these, and nobody who waits for a generation."""
+        return frozenset(self._seats)
+
+    def rank_of(self, member: int) -> int:
+        """A member's rank in the last generation; NEVER outside of it."""
+        inside = self.generation is not None and member in self.generation.members
+        return self.generation.rank_of(member) if self.generation is not None and inside else NEVER
+
+    # What members say -------------------------------------------------------------------------------------------------
+
+    def _on_ready(self, living: _Living, message: MemberReady, now: float) -> Iterator[Action]:
+        seated = living.member in self._seats
+        if seated and self.generation is not None and message.was != self.generation.number:
+            return  # said before it knew of this generation
+        living.ready, living.joined, living.failed = message, True, None
+        self._stillborn = 0
+        if seated:
+            yield from self._leave(living.member, "has left it", now, quietly=self._quiet is not None)
+        yield from self._go_on(now)
+
+    def _on_store(self, member: int, message: MemberStore, generation: Generation) -> Iterator[Action]:
+        if self.stage is Stage.FORMING and member == generation.members[0]:
+            yield from self._tell_seats(StoreAt(generation.number, LOOPBACK, message.port))
+
+    def _on_formed(self, member: int, generation: Generation, now: float) -> Iterator[Action]:
+        self._formed.add(member)
+        if self.stage is not Stage.FORMING or self._formed < set(generation.members):
+            return
+        self._go(Stage.WORKING)
+        took_s = now - self._over_since
+        if self._ever_formed:
+            self.outages_s.append(took_s)
+        self._ever_formed = True
+        self._said.clear()
+        yield Formed(generation, self._joined, took_s)
+        yield from self._fill_slots()
+        yield from self._go_on(now)
+
+    def _on_failed(self, living: _Living, message: MemberFailed, now: float) -> Iterator[Action]:
+        living.failed, living.failed_at = message, now
+        if living.member in self._seats:
+            yield from self._leave(living.member, f"raised {message.reason}", now)
+        if self._retries.is_hopeless(message.generation, message.step, message.reason):
+            yield self._give_up_step(message.step, f"raised {message.reason}")
+        else:
+            yield from self._go_on(now)
+
+    def _on_finished(self, generation: Generation) -> Iterator[Action]:
+        yield from self._tell_members(generation, Finished(generation.number))
+        for member in self._living:
+            if member not in generation.members:
+                yield EndMember(member)
+        self._seats.clear()
+        self._go(Stage.FINISHING)
+
+    # Coming and going -------------------------------------------------------------------------------------------------
+
+    def _on_loss(self, living: _Living, how: Departure, now: float) -> Iterator[Action]:
+        step, cause = how.step, how.cause
+        if living.failed is not None:  # which was counted when it said so
+            step, cause = living.failed.step, f"raised {living.failed.reason}"
+        rank = self.rank_of(living.member)
+        yield Lost(self._note_loss(Loss(living.member, living.slot, rank, step, cause)))
+        if living.member in self._seats:
+            yield from self._leave(living.member, cause, now)
+        hopeless = False
+        if self.generation is not None and rank != NEVER and living.failed is None and not how.from_outside:
+            hopeless = self._retries.is_hopeless(self.generation.number, step, cause)
+        limit = self._terms.max_losses
+        if limit is not None and len(self.losses) > limit:
+            yield self._give_up(f"{_ranks(len(self.losses))} lost, and at most {limit} may be")
+        elif hopeless:
+            yield self._give_up_step(step, cause)
+        else:
+            yield from self._replace(living, how)
+            yield from self._go_on(now)
+
+    def _note_loss(self, loss: Loss) -> Loss:
+        self.losses.append(loss)
+        return loss
+
+    def _replace(self, living: _Living, how: Departure) -> Iterator[Action]:
+        if not living.joined and not how.from_outside:
+            self._stillborn += 1
+        if self._stillborn < STILLBORN:
+            yield self._spawn(living.slot)
+        else:
+            yield from self._say(
+                f"no other process is started: {self._stillborn} in a row ended before they could join, "
+                f"the last of them {how.cause}"
+            )
+
+    def _leave(self, member: int, reason: str, now: float, quietly: bool = False) -> Iterator[Action]:
+        """A member is in the last generation no longer, which is over therefore."""
+        assert self.generation is not None
+        self._seats.discard(member)
+        if self.stage in (Stage.WORKING, Stage.FORMING):
+            if self.stage is Stage.WORKING:
+                self._over_since = now
+            self._go(Stage.GATHERING)
+        ended = Ended(self.generation.number, member, reason)
+        if quietly and self._quiet is not None:
+            self._quiet.append(ended)
+            return
+        # Something has happened, so nobody leaves after the same step any more.
+        for one in (*(self._quiet or ()), ended):
+            yield from self._tell_seats(one)
+        self._quiet = None
+
+    def _fill_slots(self) -> Iterator[Action]:
+        """Start the spares. They come when there is something to be spare for: the first generation needs the cores."""
+        used = {living.slot for living in self._living.values()}
+        for slot in range(self._terms.maximum, self._terms.maximum + self._terms.spares):
+            if slot not in used and self._stillborn < STILLBORN:
+                yield self._spawn(slot)
+
+    def _spawn(self, slot: int) -> Spawn:
+        member, self._next_member = self._next_member, self._next_member + 1
+        self._living[member] = _Living(member, slot)
+        return Spawn(slot, member)
+
+    # Forming ----------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, now: float) -> Iterator[Action]:
+        """Whatever can be done now."""
+        if self.stage is Stage.WORKING:
+            yield from self._ask_to_regroup(now)
+        elif self.stage in (Stage.FOUNDING, Stage.GATHERING) and not self._seats:
+            members = self._candidates()
+            if len(members) < self._terms.minimum:
+                yield from self._wait_below_minimum(len(members), now)
+            elif self._has_survivors(members) or self._is_complete(members, now):
+                yield from self._form(members, now)
+
+    def _candidates(self) -> list[int]:
+        """Who could be in the next generation: survivors in their order, and then those who are new."""
+        before = self.generation.members if self.generation is not None else ()
+        waiting = [member for member, living in self._living.items() if living.ready is not None]
+        survivors = [member for member in before if member in waiting]
+        return [*survivors, *sorted(set(waiting) - set(survivors))][: self._terms.maximum]
+
+    def _has_survivors(self, members: list[int]) -> bool:
+        """Whether somebody has come out of the last generation: others may join them later."""
+        return self.generation is not None and not set(self.generation.members).isdisjoint(members)
+
+    def _is_complete(self, members: list[int], now: float) -> bool:
+        """Whether all have come who can be there at a beginning, or it has waited for them for long enough."""
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        awaited = [living for living in self._living.values() if living.ready is None and living.failed is None]
+        late = now - self._enough_since >= self._terms.patience_s
+        return len(members) == self._terms.maximum or late or not awaited
+
+    def _form(self, members: list[int], now: float) -> Iterator[Action]:
+        before = self.generation
+        ready = {member: living.ready for member in members if (living := self._living[member]).ready is not None}
+        number = 0 if before is None else before.number + 1
+        self.generation = next_generation(number, members, ready, self._ever_formed)
+        self._joined = len(set(members) - set(before.members if before is not None else ()))
+        self._seats, self._formed = set(members), set()
+        self._quiet, self._short_since, self._enough_since, self._asked_at = None, None, None, now
+        for member in members:
+            self._living[member].ready = None
+        self._go(Stage.FORMING)
+        yield from self._tell_seats(self.generation)
+
+    def _ask_to_regroup(self, now: float) -> Iterator[Action]:
+        assert self.generation is not None
+        waiting = any(living.ready is not None for living in self._living.values())
+        if waiting and self._quiet is None and self.generation.size < self._terms.maximum:
+            self._quiet, self._asked_at = [], now
+            yield from self._tell_seats(Regroup(self.generation.number))
+
+    # Time -------------------------------------------------------------------------------------------------------------
+
+    def _on_tick(self, now: float) -> Iterator[Action]:
+        for living in self._living.values():
+            if living.failed is not None and now - living.failed_at > self._terms.patience_s:
+                living.failed_at = float("inf")
+                yield EndMember(living.member)
+        if self.stage is Stage.GATHERING and self._seats:
+            yield from self._hurry(now)
+        elif self.stage in (Stage.FOUNDING, Stage.GATHERING):
+            yield from self._go_on(now)
+        elif self.stage is Stage.FORMING and now - self._asked_at > self._terms.recovery_s:
+            assert self.generation is not None
+            late = name_ranks(map(self.generation.rank_of, self._seats - self._formed))
+            number, limit_s = self.generation.number, self._terms.recovery_s
+            yield self._give_up(f"generation {number} was not formed within {limit_s:g} s: waited for {late}")
+
+    def _hurry(self, now: float) -> Iterator[Action]:
+        """Some have left the last generation and others have not."""
+        assert self.generation is not None
+        if self._quiet and now - self._asked_at > REGROUP_S:
+            for one in self._quiet:
+                yield from self._tell_seats(one)
+            self._quiet = None
+        if now - self._over_since > SAY_AFTER_S:
+            late = name_ranks(map(self.generation.rank_of, self._seats))
+            yield from self._say(f"the next generation waits for {late} to come to the end of what it does")
+
+    def _wait_below_minimum(self, there: int, now: float) -> Iterator[Action]:
+        terms = self._terms
+        coming = sum(living.ready is None for living in self._living.values())
+        if not coming:
+            yield self._give_up(
+                f"{_ranks(there)} left of at least {terms.minimum}, and those that were started ended before they "
+                f"could join"
+            )
+        elif self.stage is Stage.GATHERING:
+            self._short_since = now if self._short_since is None else self._short_since
+            limit_s = terms.recovery_s
+            if now - self._short_since > limit_s:
+                yield self._give_up(
+                    f"{_ranks(there)} there of at least {terms.minimum}, for longer than {limit_s:g} s; {coming} did "
+                    f"not start in that time"
+                )
+            else:
+                yield from self._say(
+                    f"{_ranks(there)} left of at least {terms.minimum}: waiting for {coming} to start, for at most "
+                    f"{limit_s:g} s"
+                )
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def _give_up_step(self, step: int, cause: str) -> GiveUp:
+        return self._give_up(
+            f"step {step} has failed in two generations, so it is not tried again: a rank {cause}", final=True
+        )
+
+    def _give_up(self, reason: str, final: bool = False) -> GiveUp:
+        self._seats.clear()
+        self._go(Stage.OVER)
+        return GiveUp(reason, final)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _go(self, stage: Stage) -> None:
+        if stage not in LEGAL[self.stage]:
+            raise IllegalMove(f"an elastic job cannot go from {self.stage.name} to {stage.name}")
+        self.stage = stage
+
+    def _say(self, text: str) -> Iterator[Action]:
+        """Say it once in every wait."""
+        if text not in self._said:
+            self._said.add(text)
+            yield Waiting(text)
+
+    def _tell_seats(self, message: FromLauncher) -> Iterator[Action]:
+        yield from (Tell(member, message) for member in sorted(self._seats))
+
+    def _tell_members(self, generation: Generation, message: FromLauncher) -> Iterator[Action]:
+        yield from (Tell(member, message) for member in generation.members if member in self._living)
+
+
+def _ranks(number: int) -> str:
+    """Continued by "left", "lost" or "there"."""
+    return "1 rank is" if number == 1 else f"{number} ranks are"
