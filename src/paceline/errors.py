@@ -9,6 +9,7 @@ PacelineError
 ├── ReplicasDiffer        (ValueError)    init="verify" found unequal values
 ├── ReplicaDrift          (RuntimeError)  replicas were equal once and are not any more; `ranks`, `tensor`, `step`
 │   └── NoMajority                        it cannot be healed, because it is not known which rank is right
+├── WrongGradients        (RuntimeError)  a lane has other gradients when another rank computes it; `ranks`, `lane`, …
 ├── CollectiveError       (RuntimeError)  something went wrong between ranks
 │   ├── PeerLost                          a rank died; `ranks` names it
 │   ├── PeerAbsent        (TimeoutError)  a rank did not come before `timeout=`
@@ -78,6 +79,28 @@ class ReplicaDrift(PacelineError, RuntimeError):
 
 class NoMajority(ReplicaDrift):
     """Drift that cannot be healed: it is not known which rank is right."""
+
+
+class WrongGradients(PacelineError, RuntimeError):
+    """An audit has found a lane whose gradients another rank computes differently. `ranks` are those that compute
+    wrong, or all that disagree where it is not `known` who is right; `tensor` is the first parameter that differs."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Sequence[int] = (),
+        known: bool = False,
+        step: int = -1,
+        lane: int = -1,
+        tensor: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.known = known
+        self.step = step
+        self.lane = lane
+        self.tensor = tensor
 
 
 class NotFiniteGradients(PacelineError, ArithmeticError):

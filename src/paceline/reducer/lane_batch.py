@@ -122,7 +122,8 @@ class LaneBatch:
         reducer, lanes = self._reducer, self.lanes
         if not (backward.delivered or backward.reduces):
             return True
-        if lanes.state is not LaneState.OPEN:  # it was refused: see begin_backward
+        # It was refused (see begin_backward), or it is of a lane that no other rank waits for.
+        if lanes.state is not LaneState.OPEN or not lanes.reduces:
             drop_all(reducer.bucket_set)
             self._empty_buckets()
             return True

@@ -36,6 +36,8 @@ _NEXT_STATES = {
 class Lanes:
     """What this rank knows of the lanes of the current step."""
 
+    reduces = True  # the last of them is followed by a reduction, which other ranks wait for
+
     def __init__(self, count: int, rank: int, size: int) -> None:
         self.count = count
         self.step = 0  # as the user counts

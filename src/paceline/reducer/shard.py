@@ -1,6 +1,6 @@
 """What this rank owns of one parameter under a sharded placement."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -107,6 +107,16 @@ class Shard:
             self._put(self.cut(shown))
         elif self.value.grad is self._reduced:
             self.value.grad = None
+
+    def set_aside(self) -> Callable[[], None]:
+        """Have no gradient for a while. Returns what puts it back as it is now."""
+        kept = self.param.grad, self.value.grad, self._reduced, self._earlier
+        self.drop()
+
+        def put_back() -> None:
+            self.param.grad, self.value.grad, self._reduced, self._earlier = kept
+
+        return put_back
 
     def drop(self) -> None:
         """Throw the gradient away, reduced or not."""

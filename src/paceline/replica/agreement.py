@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 
-_CHOICES = {"drift": ("raise", "heal"), "not_finite": ("keep", "skip", "raise")}
+_CHOICES = {"drift": ("raise", "heal"), "not_finite": ("keep", "skip", "raise"), "audit": ("raise", "warn")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,11 @@ class Agreement:
             finds them and skips such steps by itself, and raises "No inf checks were recorded" where there are no
             gradients left to look at.
         patience: raise after this many consecutive skipped steps.
+        audit_every: in lanes, the number of steps between audits: one lane of the step is computed a second time by
+            another rank, and its gradients are compared bit for bit. 0: none. The body of the loop over lanes runs once
+            more there: see `DistributedDataParallel.repeats_lane`.
+        audit: what to do when they differ, and a third rank has decided who is wrong. "raise" on every rank, before the
+            update, or "warn" and continue.
         capsules: a folder for failure capsules. What the step was given is written there when replicas drift, a
             gradient is not finite, or forward or backward raises; `paceline replay FILE` runs it again. Set it on all
             ranks or on none. A process writes the first 8 capsules of each kind of finding.
@@ -38,6 +43,8 @@ class Agreement:
     trust: int | None = None
     not_finite: str = "keep"
     patience: int = 10
+    audit_every: int = 0
+    audit: str = "raise"
     capsules: str | Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,7 +52,7 @@ class Agreement:
         for name, accepted in _CHOICES.items():
             if (given := getattr(self, name)) not in accepted:
                 raise UsageError(f"Agreement({name}={given!r}): expected one of {', '.join(map(repr, accepted))}")
-        for name, least in (("state_every", 0), ("patience", 1)):
+        for name, least in (("state_every", 0), ("patience", 1), ("audit_every", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"Agreement({name}={value!r}): expected a whole number of at least {least}")

@@ -21,9 +21,12 @@ from paceline.reducer.allocate import Sharding
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.lanes import Lanes
 from paceline.reducer.reducer import Reducer
+from paceline.reducer.repeated_lane import AuditedLanes
+from paceline.replica.agreement import Agreement
 from paceline.replica.capsules import CapsuleWriter
 from paceline.replica.gate import UpdateGate
 from paceline.replica.guard import StepGuard
+from paceline.replica.lane_audit import check_audits
 from paceline.replica.lane_loop import LaneLoop
 from paceline.replica.mixed_precision import NarrowParameters, cast_buffers, reduction_for
 from paceline.replica.monitor import ReplicaMonitor
@@ -76,6 +79,7 @@ def _close(
 
 def assemble(replica: "DistributedDataParallel") -> Assembly:
     """Lay out the gradients, hook the parameters, and join what looks after them."""
+    check_audits(replica._agreement, replica._lane_count, replica._placement, replica._group)
     _show_progress()
     metas = metas_of(replica)  # now: parameters in shards have no strides
     owned = _owned(replica, metas)
@@ -168,7 +172,8 @@ def _units(replica: "DistributedDataParallel", owned: OwnedBlocks, sharing: Grou
 
 def _reducer(replica: "DistributedDataParallel", owned: OwnedBlocks | None, metas: Sequence[ParamMeta]) -> Reducer:
     group, count = replica._group, replica._lane_count
-    lanes = None if count is None else Lanes(count, group.rank, group.size)
+    kind = AuditedLanes if _audits(replica) else Lanes
+    lanes = None if count is None else kind(count, group.rank, group.size)
     shards = () if owned is None else owned.shards
     ownership = None if owned is None else owned.ownership
     # In lanes the sums of earlier lanes need memory for all gradients anyway.
@@ -213,7 +218,13 @@ def _lane_loop(replica: "DistributedDataParallel", core: Reducer) -> LaneLoop | 
         return None
     loop = LaneLoop(core, replica.module, replica.parameters_to_ignore, replica._seed, replica.device)
     loop.recording = recording
+    loop.audits = _audits(replica)
     return loop
+
+
+def _audits(replica: "DistributedDataParallel") -> Agreement | None:
+    """The agreement, if it asks for audits."""
+    return replica._agreement if replica._agreement is not None and replica._agreement.audit_every else None
 
 
 def _capsules(replica: "DistributedDataParallel", core: Reducer, lane_loop: LaneLoop | None) -> CapsuleWriter | None:

@@ -189,7 +189,9 @@ class CapsuleWriter:
             self._crash(error)
 
     def _crash(self, error: BaseException | None) -> None:
-        inputs = self._current
+        inputs, lanes = self._current, self._core.batch.lanes
+        if lanes is not None and not lanes.reduces:  # the lane of another rank, whose microbatch is not ours
+            return
         if not inputs.batch or (self._crashed and (error is None or self._crashed != UNKNOWN_ERROR)):
             return
         self._crashed = UNKNOWN_ERROR if error is None else f"{type(error).__name__}: {error}"

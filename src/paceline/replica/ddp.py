@@ -352,6 +352,21 @@ class DistributedDataParallel(TorchSurface):
         return self._lane_loop.run(microbatches, step_of(step))
 
     @property
+    def repeats_lane(self) -> bool:
+        """Whether the loop over `lanes()` runs a lane of another rank once more, for `Agreement(audit_every=...)`.
+
+        That lane comes after this rank's own ones, and nothing of it is used but to compare its gradients. The body of
+        the loop must treat it like any other, and leave it out of what it adds up itself.
+
+        Example:
+            >>> for x in model.lanes(microbatches, step):
+            ...     loss = model(x).square().mean(); loss.backward()
+            ...     if not model.repeats_lane:
+            ...         total += loss.detach()
+        """
+        return self._lane_loop is not None and self._lane_loop.repeats
+
+    @property
     def own_lanes(self) -> range:
         """The lanes that this rank runs."""
         return range(0) if self._core.batch.lanes is None else self._core.batch.lanes.mine

@@ -126,6 +126,13 @@ class LaneBuffers:
         for name in present.keys() - set(self._names) - self._caches:
             self._take_for_cache(name)
 
+    def lane_repeated(self) -> None:
+        """A lane of another rank has run here once more: put back what was before it, and keep nothing."""
+        after, unfit = self._after, set(self._unfit)
+        self._after = {}
+        self.lane_ended(-1)
+        self._after, self._unfit = after, unfit
+
     def end(self, group: Group) -> None:
         """All lanes of all ranks have run: give the buffers their new values. All ranks call it."""
         if not self._names:

@@ -10,7 +10,7 @@ import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,9 @@ from paceline.reducer.autograd import tensors_in
 from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.lanes import Shapes
 from paceline.reducer.reducer import Reducer
+from paceline.replica.agreement import Agreement
 from paceline.replica.capsules import CapsuleWriter
+from paceline.replica.lane_audit import LaneAudit
 from paceline.replica.lane_buffers import LaneBuffers
 from paceline.replica.recording import Recording
 
@@ -46,7 +48,8 @@ class _Loop:
 
     step: int
     kept: Kept
-    lane: int = -1  # the one that runs
+    audit: LaneAudit | None
+    lane: int = -1  # the one that runs, of this rank's own
 
 
 class LaneLoop:
@@ -61,6 +64,7 @@ class LaneLoop:
         self._device = device
         self.capsules: CapsuleWriter | None = None
         self.recording: Recording | None = None
+        self.audits: Agreement | None = None  # with `audit_every`, if lanes are audited
         self.buffers = LaneBuffers(module, ignored, self._lanes)
         self._loop: _Loop | None = None
         self._last: int | None = None  # the step that was made last
@@ -88,11 +92,10 @@ class LaneLoop:
                 loop.lane = lane
                 self._lanes.open(lane, _shapes(microbatch))
                 yield microbatch
-                if self._loop is not loop:
-                    raise UsageError(
-                        f"the loop over model.lanes() for step {step} resumed after another such loop had started"
-                    )
+                self._check_current(loop)
                 self._end_lane(loop)
+            if loop.audit is not None and not self._core.dropped:
+                yield from self._audit(loop, loop.audit)
             self._end_step(loop)
         except GeneratorExit as left:
             if not python_ends() and self._loop is loop:
@@ -103,12 +106,34 @@ class LaneLoop:
                 self._leave(waits=False)
             raise
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the lane that runs is one of another rank, run once more for an audit."""
+        return self._loop is not None and self._loop.audit is not None and self._loop.audit.repeating
+
+    def _audit(self, loop: _Loop, audit: LaneAudit) -> Iterator[Any]:
+        """This rank's lanes have run, and the step is reduced: compare one of the step, and run it once more if it is
+        this rank's turn to do so."""
+        for microbatch in audit.rounds:
+            loop.kept.seed(mixed(self._seed, loop.step, audit.audit.lane))
+            audit.begin_repeat()
+            yield microbatch
+            self._check_current(loop)
+            audit.end_repeat()
+            self.buffers.lane_repeated()
+
     def begin_anew(self) -> None:
         """With another set of ranks, whose reducer has given up what was under way."""
         self._leave(waits=False)
         self._loop = None
         self.buffers.begin_anew()
         self.buffers.begin()
+
+    def _check_current(self, loop: _Loop) -> None:
+        if self._loop is not loop:
+            raise UsageError(
+                f"the loop over model.lanes() for step {loop.step} resumed after another such loop had started"
+            )
 
     def _check(self, given: int, stale: str | None) -> None:
         lanes, transport = self._lanes, self._core.transport
@@ -141,7 +166,8 @@ class LaneLoop:
             self.capsules.note_lanes(given, step)
         if self.recording is not None:
             self.recording.begin(step)
-        self._loop = _Loop(step, Kept(self._device))
+        audit = None if self.audits is None else LaneAudit.begin(self.audits, self._core, given, step, self.capsules)
+        self._loop = _Loop(step, Kept(self._device), audit)
         return self._loop
 
     def _end_lane(self, loop: _Loop) -> None:
@@ -155,7 +181,11 @@ class LaneLoop:
         loop.kept.put_back()
         core = self._core
         if core.dropped:  # the step leaves no trace
+            if loop.audit is not None:
+                loop.audit.cancel()
             return
+        if loop.audit is not None:
+            loop.audit.finish()
         self._last = loop.step
         slots = () if core.optimizes_in_backward or not core.step_state.reductions_since_step else core.bucket_set.slots
         if slots and (core.uses is None or any(core.uses)) and all(slot.param.grad is None for slot in slots):
@@ -182,6 +212,10 @@ class LaneLoop:
         if loop.lane >= 0:
             self.buffers.lane_ended(loop.lane)  # so they are again what the step has found
             loop.lane = -1
+        if loop.audit is not None:
+            if loop.audit.repeating:
+                self.buffers.lane_repeated()
+            loop.audit.leave()
         loop.kept.put_back(late=True)
         if waits or self._core.dropped:
             self._end_step(loop)
