@@ -58,7 +58,7 @@ _HOMES = {
     "shutdown": "start",
 }
 _FOLDERS = (
-    *("agree", "bucket_plan", "checkpoint", "collectives", "data", "errors", "kernels", "launch", "layout"),
+    *("agree", "bucket_plan", "checkpoint", "collectives", "data", "errors", "faults", "kernels", "launch", "layout"),
     *("memory_plan", "observe", "placement", "progress", "randomness", "reducer", "replica", "start", "strategies"),
     *("trace", "world"),
 )

@@ -4,32 +4,15 @@ A note costs a microsecond. The replica, the step guard, `collectives.group` and
 """
 
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from typing import ClassVar
 
+from paceline.phase import NOTE, Phase
 from paceline.rank_report import at_clean_exit, inherited_progress
 
-NOTE = struct.Struct("@qqq")  # time in ns of the monotonic clock, which is one for a whole machine; step; phase
-
-
-class Phase(IntEnum):
-    """What a rank does. Inside a step the numbers grow, so the smallest (step, phase) is the rank furthest behind."""
-
-    STARTING = 0
-    IDLE = 1  # before the first step: the script may prepare for as long as it likes
-    BETWEEN = 2  # the script's own code, between backwards and optimizer steps
-    DATA = 3  # a loop that says so itself is getting its next batch
-    FORWARD = 4
-    BACKWARD = 5
-    OPTIMIZER = 6
-    WAITING = 7  # for other ranks, in any phase
-    CHECKPOINT = 8
-    EVALUATE = 9
-    DONE = 10  # the script has returned, and the interpreter is about to exit
+__all__ = ["Phase", "Progress", "own_progress"]
 
 
 class Progress:
@@ -40,17 +23,17 @@ class Progress:
     def __init__(self, memory: memoryview | None = None) -> None:
         self.step = 0
         self.phase = Phase.STARTING
-        self._memory = memory
+        self.memory = memory
         self._ends = False
         if memory is not None:
             os.register_at_fork(after_in_child=self._forget)  # a child is not the rank
 
     def note(self, phase: Phase, step: int | None = None) -> None:
         """Say what this rank does from now on, and in which step if that is another one."""
-        if self._memory is not None:
+        if self.memory is not None:
             self.phase = phase
             self.step = self.step if step is None else step
-            NOTE.pack_into(self._memory, 0, time.monotonic_ns(), self.step, phase)
+            NOTE.pack_into(self.memory, 0, time.monotonic_ns(), self.step, phase)
 
     def begin(self) -> None:
         """Say that this rank is one whose progress can be seen, if that is not known yet."""
@@ -84,12 +67,16 @@ class Progress:
 
     def note_end(self, is_over: Callable[[], bool]) -> None:
         """Have DONE noted when the script has returned well and `is_over()`: a crash after that loses no work."""
-        if self._memory is not None and not self._ends:
+        if self.memory is not None and not self._ends:
             self._ends = True
             at_clean_exit(lambda: self.note(Phase.DONE) if is_over() else None)
 
+    def replace_own(self) -> None:
+        """Be what `own_progress` returns from now on."""
+        Progress._own = self
+
     def _forget(self) -> None:
-        self._memory = None
+        self.memory = None
 
 
 def own_progress() -> Progress:
@@ -97,4 +84,8 @@ def own_progress() -> Progress:
     # Not by functools.cache, of which Dynamo warns where it traces a forward.
     if Progress._own is None:
         Progress._own = Progress(inherited_progress())
+        if os.environ.get("PACELINE_FAULTS"):
+            from paceline.faults.armed import arm_from_environment
+
+            arm_from_environment()
     return Progress._own

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 REFERENCE = re.compile(r"`([\w./-]+\.py):([A-Za-z_][\w.]*)`")
 PATH = re.compile(r"`((?:src|tests|scripts|examples|\.ci)/[\w./-]+)`")
-DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"]
+PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *PAGES]
 
 
 def text_of(document: str) -> str:
@@ -26,7 +27,8 @@ def text_of(document: str) -> str:
 def python_blocks() -> list[str]:
     # Importing these takes seconds; tests/clients trains with their blocks.
     frameworks = re.compile("lightning|transformers")
-    return [block for block in BLOCK.findall(text_of("README.md")) if not frameworks.search(block)]
+    texts = [text_of(document) for document in ("README.md", *PAGES)]
+    return [block for text in texts for block in BLOCK.findall(text) if not frameworks.search(block)]
 
 
 def references() -> list[tuple[str, str]]:
@@ -59,12 +61,12 @@ print(json.dumps(codes))
 
 
 @pytest.fixture(scope="module")
-def readme_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+def blocks_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     """A folder with one for each block, and the exit codes."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {name: value for name, value in os.environ.items() if name not in launcher}
     environ |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    folder = tmp_path_factory.mktemp("readme")
+    folder = tmp_path_factory.mktemp("documents")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUN_BLOCKS],
         input=json.dumps(python_blocks()),
@@ -79,8 +81,8 @@ def readme_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
 
 
 @pytest.mark.parametrize("number", range(len(python_blocks())))
-def test_a_python_block_of_the_readme_runs(number: int, readme_blocks: tuple[Path, list[int]]) -> None:
-    folder, codes = readme_blocks
+def test_a_python_block_of_the_documents_runs(number: int, blocks_run: tuple[Path, list[int]]) -> None:
+    folder, codes = blocks_run
     assert codes[number] == 0, (folder / str(number) / "output").read_text()
 
 

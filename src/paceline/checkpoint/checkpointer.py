@@ -213,7 +213,7 @@ class Checkpointer:
         both on all ranks. A replica in lanes logs a warning when the number of lanes, or what chooses kernels, is not
         what it was.
         """
-        with self._together("Checkpointer.load()"):
+        with self._together("Checkpointer.load()", Phase.LOAD):
             self.close()
             targets = Targets(model, optimizer, more)
             restored, skipped = self._read(snapshot, targets)
@@ -232,9 +232,9 @@ class Checkpointer:
         return Loaded(found.step, found.path, found.manifest.world_size, restored.more, skipped)
 
     @contextmanager
-    def _together(self, call: str) -> Iterator[None]:
+    def _together(self, call: str, phase: Phase = Phase.CHECKPOINT) -> Iterator[None]:
         """Inside, all ranks are in the same call, and the launcher knows that a checkpoint may take long."""
-        with own_progress().during(Phase.CHECKPOINT):
+        with own_progress().during(phase):
             named_barrier(call, group=self._group, timeout=self._timeout)
             yield
 

@@ -74,6 +74,13 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         metavar="S",
         about="seconds without progress after which a rank counts as hung [learned]; 0: never",
     )
+    parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="F",
+        help="have a fault happen on purpose, such as 'kill rank=1 step=20'; may be repeated; see docs/faults.md",
+    )
     add("--shutdown-timeout", metavar="S", about="seconds between SIGTERM and SIGKILL [30]")
     add("--nnodes", metavar="1", about="number of machines; for more than one, prints the torchrun command to use")
     add("--node-rank")

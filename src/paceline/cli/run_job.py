@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.faults.fault import asked_for
 from paceline.launch import Job, gpu_count
 from paceline.world import World
 from paceline.world.environment import DEFAULT_PORT, Variables, is_loopback
@@ -32,6 +33,7 @@ def job_from(flags: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         shutdown_timeout_s=_seconds("--shutdown-timeout", flags.shutdown_timeout, 30.0),
         run_id=run_id,
         role=flags.role,
+        faults=asked_for(environ, flags.fault),
     )
 
 

@@ -1,5 +1,6 @@
 """`paceline train`."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ Everything has a default: `paceline train` alone trains on Python's own sources 
 EXTRA = {
     "config": (Path | None, "a TOML file with settings; flags win over it"),
     "print_config": (bool, "show the settings as TOML, and do nothing else"),
+    "fault": (list[str] | None, "have a fault happen on purpose, such as 'kill rank=1 step=20'; may be repeated"),
 }
 
 
@@ -26,12 +28,12 @@ def build_train() -> Callable[..., None]:
     return command_for(TrainConfig, ABOUT, _train, **EXTRA)
 
 
-def _train(settings: dict[str, Any], config: Path | None, print_config: bool) -> None:
+def _train(settings: dict[str, Any], config: Path | None, print_config: bool, fault: list[str] | None) -> None:
     chosen = build({**base_of(config, settings.get("out")), **settings})
     if print_config:
         typer.echo(to_toml(chosen), nl=False)
         return
-    raise typer.Exit(start(chosen))
+    raise typer.Exit(start(chosen, tuple(fault or ())))
 
 
 def base_of(file: Path | None, out: str | None) -> dict[str, Any]:
@@ -42,9 +44,10 @@ def base_of(file: Path | None, out: str | None) -> dict[str, Any]:
     return from_toml(file) if file else {}
 
 
-def start(config: TrainConfig) -> int:
+def start(config: TrainConfig, faults: tuple[str, ...] = ()) -> int:
     """Run the ranks of a training run, supervised, and show what they report."""
     from paceline.cli.train_output import open_output, print_summary
+    from paceline.faults.fault import asked_for
     from paceline.launch import Job, gpu_count, supervise
     from paceline.train.corpus import find_files
     from paceline.train.run_folder import RunFolder
@@ -63,6 +66,7 @@ def start(config: TrainConfig) -> int:
         run_dir=folder.path,
         max_restarts=config.max_restarts,
         final_codes=frozenset({2, NOT_FINITE_EXIT}),  # what a rank refuses it would refuse again
+        faults=asked_for(os.environ, faults),
     )
     with open_output(config, ranks, folder) as output:
         outcome = supervise(job, output)

@@ -11,11 +11,12 @@ from paceline.launch.job import INTERRUPT_EXIT, Job, JobFailure, JobOutcome, Lis
 from paceline.launch.rank_environment import environment_of
 from paceline.launch.rank_processes import RankExited, RankProcesses
 from paceline.launch.rank_slot import RankSlot
+from paceline.launch.rehearsal import Rehearsal
 from paceline.launch.reports import ProgressBoard
 from paceline.launch.signals import PendingSignals
 from paceline.launch.watchdog import Hang, Watchdog
+from paceline.phase import Phase
 from paceline.process_status import oom_kills, read_status, signal_name
-from paceline.progress import Phase
 from paceline.rank_report import PROGRESS_NAME, REPORT_NAME
 
 TICK_S = 0.05
@@ -33,8 +34,11 @@ REAPER_DIED = JobFailure((), 1, "the reaper process was killed, and the kernel k
 class Attempt:
     """The ranks and the loop that watches them."""
 
-    def __init__(self, job: Job, attempt: int, port: int, listener: Listener, signals: PendingSignals) -> None:
+    def __init__(
+        self, job: Job, attempt: int, port: int, listener: Listener, signals: PendingSignals, rehearsal: Rehearsal
+    ) -> None:
         self._job, self._attempt, self._port, self._listener, self._signals = job, attempt, port, listener, signals
+        self._rehearsal = rehearsal
         self._slots = [RankSlot(rank, job.run_dir / f"rank_{rank}.log", listener.note) for rank in range(job.ranks)]
         self._watchdog = Watchdog(range(job.ranks), job.hang_timeout_s)
         self._watch_at = 0.0
@@ -69,7 +73,7 @@ class Attempt:
             self._processes.start(
                 slot.rank,
                 self._job.command,
-                environment_of(self._job, slot.rank, self._port, self._attempt),
+                environment_of(self._job, slot.rank, self._port, self._attempt) | self._rehearsal.environment(),
                 out=theirs["out"],
                 err=theirs["err"],
                 named={REPORT_NAME: theirs["report"], PROGRESS_NAME: self._board.descriptor},
@@ -111,6 +115,7 @@ class Attempt:
             return data
         if pipe == "report":
             for kind, fields in slot.reports.feed(data):
+                self._rehearsal.heard(kind, fields)
                 self._listener.reported(slot.rank, kind, fields)
         elif pipe == "out":
             self._show(slot, slot.out.feed(data, now), [])

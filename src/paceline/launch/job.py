@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.faults.fault import Fault
 
 WATCHDOG_EXIT = 124
 INTERRUPT_EXIT = 130
@@ -43,6 +44,7 @@ class Job:
     when it is 0. `gpu_ids` are the devices that ranks see, in order.
     Ranks that exit with one of `final_codes` are not restarted.
     `hang_timeout_s` replaces the learned timeout of the watchdog; 0 turns the watchdog off.
+    `faults` are to happen on purpose; each is armed in all ranks until it has.
     """
 
     command: tuple[str, ...]
@@ -57,10 +59,15 @@ class Job:
     shutdown_timeout_s: float = 30.0
     run_id: str = ""
     role: str = "default"
+    faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         if self.master_port > 65535:
             raise UsageError(f"master_port must be at most 65535, got {self.master_port}")
+        for fault in self.faults:
+            if fault.rank >= self.ranks:
+                there = "0" if self.ranks == 1 else f"0 to {self.ranks - 1}"
+                raise UsageError(f"fault {str(fault)!r}: there is no rank {fault.rank}; expected {there}, or all")
         if self.gpu_ids is not None and len(self.gpu_ids) < self.ranks:
             raise UsageError(
                 f"{self.ranks} ranks need {self.ranks} GPUs, got {len(self.gpu_ids)} in gpu_ids="

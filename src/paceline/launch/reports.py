@@ -5,7 +5,7 @@ import mmap
 import os
 from typing import Any, NamedTuple
 
-from paceline.progress import NOTE, Phase
+from paceline.phase import NOTE, Phase
 from paceline.rank_report import PROGRESS_SLOT
 
 MAX_LINE = 1 << 20

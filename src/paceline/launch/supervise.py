@@ -6,6 +6,7 @@ from paceline.errors import UsageError
 from paceline.launch.attempt import Attempt
 from paceline.launch.job import Job, JobOutcome, Listener
 from paceline.launch.rank_environment import reserve_port
+from paceline.launch.rehearsal import Rehearsal
 from paceline.launch.signals import PendingSignals
 
 # Open files of a launcher: three pipes and a log for each rank, and some of its own.
@@ -20,15 +21,18 @@ def supervise(job: Job, listener: Listener) -> JobOutcome:
     process dies in whatever way, no process of the job is left on this machine.
     """
     _check_open_files(job.ranks)
+    rehearsal = Rehearsal(job.faults)
     with PendingSignals() as signals:
         for attempt in range(job.max_restarts + 1):
             # A restart takes another port: somebody may still be connected to the old one.
             with reserve_port(0 if attempt else job.master_port) as port:
-                outcome = Attempt(job, attempt, port.getsockname()[1], listener, signals).run()
+                outcome = Attempt(job, attempt, port.getsockname()[1], listener, signals, rehearsal).run()
             final = outcome.signal or outcome.exit_code in job.final_codes or attempt == job.max_restarts
             if final or outcome.failure is None:
                 break
             listener.restarting(attempt + 1, outcome.failure)
+    if unmet := rehearsal.unmet():
+        listener.note(unmet)
     return outcome
 
 

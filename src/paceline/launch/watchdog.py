@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.launch.reports import Mark
+from paceline.phase import Phase
 from paceline.process_status import ProcessStatus
-from paceline.progress import Phase
 
 # A step may take FACTOR times the median of the steps seen, or LONGEST times the longest of them, but at least FLOOR_S:
 # file systems and compilers take their time. Before steps were seen, and in phases that come seldom and last long, it
@@ -41,13 +41,14 @@ STOPPED_S = 4.0
 IDLE_SHARE = 0.02
 # When the launcher itself was not run for this long, the ranks perhaps were not either.
 GAP_S = 2.0
-_UNHURRIED = (Phase.CHECKPOINT, Phase.EVALUATE)
+_UNHURRIED = (Phase.CHECKPOINT, Phase.LOAD, Phase.EVALUATE)
 _FREE = (Phase.IDLE, Phase.DONE)
 _OFTEN_LAST = (Phase.BETWEEN, *_UNHURRIED)
 _WHERE = {
     Phase.BETWEEN: "between steps",
     Phase.WAITING: "waiting for other ranks",
     Phase.CHECKPOINT: "in a checkpoint",
+    Phase.LOAD: "loading a checkpoint",
     Phase.EVALUATE: "in an evaluation",
 }
 

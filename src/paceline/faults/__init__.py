@@ -1,0 +1,14 @@
+"""Faults on purpose, to rehearse what a job does when one comes by itself.
+
+    paceline run -n 4 --max-restarts 1 --fault "kill rank=1 step=20" train.py
+
+    paceline.faults.arm("sleep rank=0 step=5 where=forward seconds=30")    # the same from inside a script
+
+A fault happens where a rank notes its progress, so it works in every script that uses our class, and a script without
+faults does nothing for them.
+"""
+
+from paceline.faults.armed import InjectedFault, arm, disarm
+from paceline.faults.fault import KINDS, Fault, parse, parse_all
+
+__all__ = ["KINDS", "Fault", "InjectedFault", "arm", "disarm", "parse", "parse_all"]

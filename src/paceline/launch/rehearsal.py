@@ -1,0 +1,33 @@
+"""The faults that a job is to have: armed in its ranks, and counted as they happen, so that none happens too often."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.faults.fault import FAULTS_NAME, Fault, format_all, once_less, parse
+
+
+class Rehearsal:
+    """What is left of a job's faults. A rank that is started again is given only these."""
+
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        self.left = faults
+        self._any = bool(faults)
+
+    def heard(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """A rank has reported something, perhaps that it is about to have a fault."""
+        if kind == "fault":
+            self.left = once_less(self.left, parse(str(fields.get("fault"))))
+
+    def environment(self) -> dict[str, str]:
+        """The variables that arm a rank. They replace the launcher's own, also when nothing is left."""
+        return {FAULTS_NAME: format_all(self.left)} if self._any else {}
+
+    def unmet(self) -> str:
+        """What to say of faults that have not happened when the job is over."""
+        if not self.left:
+            return ""
+        named = "; ".join(map(str, self.left))
+        return (
+            f"faults that never happened: {named}. A fault happens where a rank's progress is noted: in a replica's "
+            f"forward, backward and update, in a Checkpointer and a Loader; see docs/faults.md"
+        )
