@@ -16,6 +16,7 @@ from paceline.collectives.deadlock import DeadlockDetector
 from paceline.collectives.peers import OwnState, PeerBoard, PeerRecord, Wait
 from paceline.collectives.store_call import StoreCall, calls_joined_at_exit
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent, PeerLost
+from paceline.member import Member
 
 logger = logging.getLogger("paceline")
 
@@ -94,6 +95,10 @@ class StoreWatch:
         self._look_at = 0.0
         self._reports = Reports()
         self._deadlock = DeadlockDetector(size, settle_s)
+        # In an elastic job the launcher says at once who has left the generation that this group belongs to.
+        self._member = Member.own()
+        newest = None if self._member is None else self._member.generation
+        self._generation = None if newest is None else newest.number
         calls_joined_at_exit()
         if self._own.posted is None:
             self._post_soon()  # who this rank is, so that others can tell when it dies
@@ -102,6 +107,8 @@ class StoreWatch:
         """Report absent peers, raise for dead ones and for deadlocks. See `Watch.look`."""
         now = time.monotonic()
         self._what = what
+        if (left := self._left_generation(what, waited_s)) is not None:
+            raise left
         if waited_s < QUIET_S or now < self._look_at or os.getpid() != self._pid:
             return
         # Each look reads every record, so many ranks look less often: the store serves them all.
@@ -122,6 +129,8 @@ class StoreWatch:
         """The typed error for what a transport raised. See `Watch.explain`."""
         text = str(error)
         self._what = what
+        if (left := self._left_generation(what, waited_s)) is not None:
+            return left
         if any(sign in text.lower() for sign in _LOST):
             try:
                 lost = self._find_lost(what, waited_s)
@@ -257,6 +266,19 @@ class StoreWatch:
             return []
         known = self._records
         return [r for r in self._others if r not in known or not (known[r].answers or self._is_local(known[r]))]
+
+    def _left_generation(self, what: str, waited_s: float) -> PeerLost | None:
+        """The error that names who has left this generation of an elastic job, if its launcher has said so."""
+        if self._member is None or self._generation is None or not (left := self._member.ended(self._generation)):
+            return None
+        newest = self._member.generation
+        members = () if newest is None or newest.number != self._generation else newest.members
+        ranks = [members.index(one.member) for one in left if one.member in members]
+        who = "; ".join(f"member {one.member} {one.reason}" for one in left)
+        return PeerLost(
+            f"generation {self._generation} is over while rank {self._rank} waited {waited_s:.1f} s in {what}: {who}",
+            ranks=ranks,
+        )
 
     def _silent(self) -> list[int]:
         """Of ranks that live, those that have not answered: whoever has lost a connection as well has."""

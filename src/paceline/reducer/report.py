@@ -32,6 +32,7 @@ class Vote(Flag):
     STOP = 1  # end the run after this step
     SAVE = 2  # write a checkpoint after this step, and go on
     EXHAUSTED = 4  # this rank has no more data
+    REGROUP = 8  # end this generation after this step: members wait to join (`paceline.elastic`)
 
 
 class Mode(Enum):
@@ -193,6 +194,7 @@ class ReportExchange:
     def start_over(self) -> None:
         """With another set of ranks: nobody answers the old reports any more."""
         self.unread.clear()
+        self.votes, self.gathered_votes = self.votes & ~Vote.REGROUP, []
         self.watcher.close()
         self.watcher = Watcher(self._group)
 

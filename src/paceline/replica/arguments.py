@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import UnreducedGradients, UsageError
+from paceline.member import in_elastic_job
 
 CHOICES = {"init": ("broadcast", "verify"), "unused": ("zero", "error"), "bucket_plan": ("auto", "fixed")}
 TRANSPORTS = ("auto", "torch", "shm", "two-level", "local")
@@ -207,6 +208,11 @@ def choose_group(process_group: Any, device_mesh: Any) -> Any:
         if not isinstance(process_group, dist.ProcessGroup):
             raise UsageError(f"expected a process group, such as dist.new_group() returns, got {process_group!r}")
         return process_group
+    if not dist.is_initialized() and in_elastic_job():
+        raise UsageError(
+            "the ranks of an elastic job meet in paceline.Elastic(model=..., optimizer=..., ...), and this one has not "
+            "made it yet: make it after the model and the optimizer, and before the model is used"
+        )
     if not dist.is_initialized():
         raise UsageError(
             "Default process group has not been initialized: call paceline.init() (or "

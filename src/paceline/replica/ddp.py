@@ -397,7 +397,8 @@ class DistributedDataParallel(TorchSurface):
     def votes(self) -> dict[str, list[int]]:
         """Which ranks voted "stop", "save" or "exhausted" in the last reduction."""
         heard = self._core.reports.gathered_votes
-        return {str(v.name).lower(): [r for r, vote in enumerate(heard) if v in vote] for v in Vote if v.value}
+        asked = (Vote.STOP, Vote.SAVE, Vote.EXHAUSTED)
+        return {str(v.name).lower(): [r for r, vote in enumerate(heard) if v in vote] for v in asked}
 
     # ---- what there is to see
 

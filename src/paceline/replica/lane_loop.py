@@ -123,9 +123,9 @@ class LaneLoop:
             self.buffers.lane_repeated()
 
     def begin_anew(self) -> None:
-        """With another set of ranks, whose reducer has given up what was under way."""
+        """With another set of ranks, whose reducer has given up what was under way. They may redo its step."""
         self._leave(waits=False)
-        self._loop = None
+        self._loop = self._last = None
         self.buffers.begin_anew()
         self.buffers.begin()
 

@@ -1,6 +1,8 @@
 """Which ranks a replica works with: it joins a group, moves to another, and outlives one that is gone.
 
-All ranks must hold it still. A rank whose process was replaced does not: there the model is made anew, on all ranks.
+All ranks must hold it still. A rank whose process was replaced does not: there the model is made anew, on all ranks. In
+an elastic job that is what `paceline.Elastic` is for: it has replicas enter each generation, and gives those of new
+ranks their state.
 
 What an interrupt leaves behind
 -------------------------------
@@ -23,6 +25,7 @@ from paceline.collectives.protocols import Transport
 from paceline.collectives.subgroup import ShardGroups
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import UsageError
+from paceline.member import in_elastic_job
 from paceline.placement import shard_size
 from paceline.reducer.participation import discard_in_flight
 from paceline.replica import arguments, start_equal
@@ -46,7 +49,12 @@ def join(
     replica: Any, transport: str | Transport, process_group: Any, device_mesh: Any, timeout_s: float | None
 ) -> Group:
     """A group of the replica's own, over the ranks of `process_group`. All of them call it."""
-    if isinstance(transport, str):
+    default = process_group is None and device_mesh is None
+    if isinstance(transport, str) and default and in_elastic_job() and not dist.is_initialized():
+        # Its first generation is formed later, and not by all ranks in this line: see `enter_generation`.
+        replica.process_group, replica._in_default_group, replica._group_is_gone = None, True, True
+        found: Transport = LocalTransport()
+    elif isinstance(transport, str):
         found = _own_transport(replica, users_transport(replica, process_group, device_mesh), timeout_s)
     else:
         of_transport = transport.users_group if isinstance(transport, TorchDistTransport) else None
@@ -110,25 +118,42 @@ def form_shard_groups(replica: Any, shard: int | None) -> ShardGroups | None:
 def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:
     """Go on over the ranks of another process group; None: of the default one. All of them call it. Nothing that was
     known of the ranks before is known of them. `compares`: whether their models are alike has to be found out."""
-    group, core = replica._group, replica._core
+    group, core, was_single = replica._group, replica._core, replica._group.single
     group.move(_own_transport(replica, users_transport(replica, process_group), group.timeout_s))
     if compares:
         start_equal.check_same_model(replica, "broadcast")
+    if was_single != group.single:  # what a replica is made of depends on whether there are others
+        replica._closing()
+        replica._build()
+        return
     core.follow_group(reduction_of(replica) if core.batch.has_lanes else core.schedule.reduction)
     replica._gate.begin_anew()
     if isinstance(core.schedule.observer, ReplicaMonitor):
         core.schedule.observer.begin_anew()
 
 
+def discard(replica: Any) -> None:
+    """Drop what is under way: a backward, its gradients, and a loop over lanes, which puts its buffers back."""
+    discard_in_flight(replica._core)
+    if replica._lane_loop is not None:
+        replica._lane_loop.begin_anew()
+
+
+def enter_generation(replica: Any) -> None:
+    """Go on over the default group, of which this rank has just become a member. All members call it. Their models are
+    alike then; that they hold the same values is up to the caller."""
+    replica._refuse_in_shards("continuing in another generation")
+    discard(replica)
+    move(replica, compares=True)
+    replica._group_is_gone = False
+
+
 def rejoin(replica: Any) -> None:
     """Go on over the default group. Every rank that holds the replica must call it, as it does the constructor."""
     replica._refuse_in_shards("continuing in a new process group")
-    discard_in_flight(replica._core)
-    loop = replica._lane_loop
-    if loop is not None:
-        loop.begin_anew()
+    discard(replica)
     move(replica, compares=True)
-    monitor = replica._core.schedule.observer
+    monitor, loop = replica._core.schedule.observer, replica._lane_loop
     if isinstance(monitor, ReplicaMonitor):
         start_equal.resume_from_one_rank(monitor, replica._core.step_state)
         if loop is not None:

@@ -3,15 +3,16 @@
 import math
 import time
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
 
 from paceline.collectives.peers import post_end
 from paceline.errors import IllegalMove, UsageError, WorldNotFormed
+from paceline.member import in_elastic_job
 from paceline.progress import own_progress
+from paceline.start.elastic_world import check_formed, elastic_world
+from paceline.start.forming import default_backend, form_group
 from paceline.start.rendezvous import rendezvous
 from paceline.world import World
 
@@ -38,8 +39,24 @@ def init(
 
     Raises `WorldNotFormed` with the missing ranks when some do not arrive within `timeout` seconds. Calling it again
     returns the world that is already there.
+
+    In an elastic job nothing is formed here: `paceline.Elastic` does it, for each generation, and the world that is
+    returned follows. Its device stays what it is.
     """
     _check_arguments(backend, timeout)
+    if in_elastic_job():
+        world = elastic_world(
+            None if device is None else _device(device),
+            backend=backend,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        return world
     formed = dist.is_initialized()
     if formed:
         _refuse_contradiction(rank, world_size, backend)
@@ -51,7 +68,7 @@ def init(
     chosen = world.device if device is None else _device(device)
     if not formed:
         # All that can be refused has been: from here on others may wait for this rank.
-        _form(world, backend or _default_backend(chosen), timeout, chosen)
+        _form(world, backend or default_backend(chosen), timeout, chosen)
         own_progress().note_end(lambda: not dist.is_initialized())
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -87,6 +104,8 @@ def get(name: str, group: dist.ProcessGroup | None = None) -> "int | dist.Proces
     """
     if name not in NAMES:
         raise UsageError(f"get({name!r}) is not known: expected one of {', '.join(map(repr, NAMES))}")
+    if in_elastic_job():
+        check_formed(f"answer to get({name!r})")
     if not dist.is_initialized():
         if name == "pg" or group is not None:
             raise IllegalMove(f"get({name!r}) needs a process group and there is none: call paceline.init() first")
@@ -99,7 +118,7 @@ def get(name: str, group: dist.ProcessGroup | None = None) -> "int | dist.Proces
     if name == "grank":
         return dist.get_rank()
     if name == "lrank":
-        return _formed_world().local_rank
+        return elastic_world(None).local_rank if in_elastic_job() else _formed_world().local_rank
     default = dist.group.WORLD
     assert default is not None, "torch.distributed says that it is initialised"
     return default if group is None else group
@@ -126,11 +145,6 @@ def _device(device: torch.device | str) -> torch.device:
     return chosen
 
 
-def _default_backend(device: torch.device) -> str:
-    """A rank that was told to stay on the CPU needs no NCCL, which does not allow two ranks on one GPU."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-
-
 def _form(world: World, backend: str, timeout: float, device: torch.device) -> None:
     started = time.monotonic()
     store = rendezvous(world, timeout)
@@ -144,38 +158,6 @@ def _form(world: World, backend: str, timeout: float, device: torch.device) -> N
             f"rank {world.rank}: all {world.size} ranks arrived, but the {backend!r} group could not connect "
             f"within {left:.0f} s: {error}; check whether a rank died meanwhile, and whether ranks can reach each other"
         ) from error
-
-
-def form_group(store: Store, rank: int, size: int, backend: str, device: torch.device, within_s: float) -> None:
-    """Form the default group. Its ranks have `within_s` seconds to connect; its collectives have torch's timeout."""
-    try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=within_s),
-            # NCCL then connects here, where a failure is told as one, and not inside the first backward.
-            device_id=device if device.type == "cuda" and "nccl" in backend else None,
-        )
-    except (RuntimeError, ValueError):
-        forget_failed_group()
-        raise
-    c10d = dist.distributed_c10d
-    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # public in newer torch
-    if "gloo" in backend or "nccl" in backend:
-        set_timeout(c10d._get_default_timeout(dist.Backend(backend)))
-
-
-def forget_failed_group() -> None:
-    """Have torch start to count groups anew, after one that failed or cannot be destroyed.
-
-    It names the next one by the count: this rank would never again find ranks that counted otherwise. Destroying a
-    default group, even of one rank, starts the count anew.
-    """
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
 
 
 def _formed_world(local_rank: int | None = None) -> World:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ipykernel.compiler import get_tmp_directory
 
 from paceline.errors import UsageError
-from paceline.notebook.rank.rank_group import RankProcessGroup, local_ports, sever_connections
+from paceline.notebook.rank.rank_group import RankProcessGroup
 from paceline.notebook.rank.rank_setup import RankIdentity, set_up, warm_up
 from paceline.notebook.values import pack, unpack
 from paceline.observe.timeline import mean_ms, read_timeline
+from paceline.tcp_connections import local_ports, sever_connections
 from paceline.trace import Moment
 
 if TYPE_CHECKING:

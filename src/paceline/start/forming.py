@@ -1,0 +1,53 @@
+"""Forming torch's default process group, and what has to be done when that failed."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+
+def default_backend(device: torch.device) -> str:
+    """A rank that was told to stay on the CPU needs no NCCL, which does not allow two ranks on one GPU."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+
+def form_group(store: Store, rank: int, size: int, backend: str, device: torch.device, within_s: float) -> None:
+    """Form the default group. Its ranks have `within_s` seconds to connect; its collectives have torch's timeout."""
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=within_s),
+            # NCCL then connects here, where a failure is told as one, and not inside the first backward.
+            device_id=device if device.type == "cuda" and "nccl" in backend else None,
+        )
+    except (RuntimeError, ValueError):
+        forget_failed_group()
+        raise
+    c10d = dist.distributed_c10d
+    set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # public in newer torch
+    if "gloo" in backend or "nccl" in backend:
+        set_timeout(c10d._get_default_timeout(dist.Backend(backend)))
+
+
+def leave_group() -> None:
+    """Leave the default group, if there is one; it may be broken."""
+    if dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except RuntimeError:  # it is too broken to be left
+            forget_failed_group()
+
+
+def forget_failed_group() -> None:
+    """Have torch start to count groups anew, after one that failed or cannot be destroyed.
+
+    It names the next one by the count: this rank would never again find ranks that counted otherwise. Destroying a
+    default group, even of one rank, starts the count anew.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
