@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 
 class ProcessStatus(NamedTuple):
-    """The state letter of a process, empty when it is gone, and the CPU time of all its threads."""
+    """The state letter of a process, empty when it is gone, the CPU time of all its threads, and the bytes that it has
+    read and written."""
 
     state: str
     cpu_s: float
+    moved: int = 0
 
     @property
     def stopped(self) -> bool:
@@ -28,7 +30,24 @@ def read_status(pid: int) -> ProcessStatus:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ProcessStatus("", 0.0)
-    return ProcessStatus(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    return ProcessStatus(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), _moved(pid))
+
+
+def _moved(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:  # gone, or of a user whose processes are nobody's business
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
+
+
+def stopped_children(pid: int) -> list[int]:
+    """The processes that `pid` has started and that were stopped by a signal, such as DataLoader workers."""
+    try:
+        children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # gone, or a kernel that does not tell
+        return []
+    return [child for child in children if read_status(child).stopped]
 
 
 def cpu_model() -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from paceline.heartbeat import begin_heartbeat
 from paceline.phase import NOTE, Phase
 from paceline.rank_report import at_clean_exit, inherited_progress
 
@@ -39,6 +40,7 @@ class Progress:
         """Say that this rank is one whose progress can be seen, if that is not known yet."""
         if self.phase is Phase.STARTING:
             self.note(Phase.IDLE)
+            begin_heartbeat(self.memory)
 
     def end_evaluation(self) -> None:
         """Say that an evaluation is over, if there was one."""

@@ -11,13 +11,13 @@ TIMEOUT_S = 100
 LIMIT_S = 2.0
 # What goes wrong is another thing in every attempt; in the last one everything is only slow.
 LOOP = f"""
-import atexit, os, signal, sys, time
+import atexit, ctypes, os, signal, sys, time
 import torch
 import paceline
 
 world = paceline.init(device="cpu")
 attempt, last = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
-kinds = ["spin in forward", "sleep in data", "stop"]
+kinds = ["spin in forward", "keep the lock in data", "stop"]
 kind = kinds[attempt] if attempt < last else "slow"
 limit = {LIMIT_S}
 
@@ -49,8 +49,8 @@ model = paceline.DistributedDataParallel(net)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(5):
     net.step = step
-    if step == 3 and kind == "sleep in data" and world.rank == 0:
-        time.sleep(600)
+    if step == 3 and kind == "keep the lock in data" and world.rank == 0:
+        ctypes.PyDLL(None).sleep(600)
     if step == 3 and kind == "stop" and world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     model(torch.ones(2, 4)).sum().backward()
@@ -98,7 +98,7 @@ def test_a_plain_loop_that_hangs_is_ended_and_the_rank_at_fault_is_named(tmp_pat
         told,
         (
             ("rank 1 is busy but making no progress: no progress for", "s in forward (limit 2 s)"),
-            ("rank 0 froze: no progress for", "s between steps (limit 4 s)"),
+            ("rank 0 hangs in native code that keeps the interpreter's lock (GIL): no", "s between steps (limit 4 s)"),
             ("rank 1 froze: stopped for", "(process state T)"),
         ),
         strict=True,
@@ -106,3 +106,44 @@ def test_a_plain_loop_that_hangs_is_ended_and_the_rank_at_fault_is_named(tmp_pat
         assert line.startswith(words) and where in line and "at step 3" in line, line
     assert "finished" in done.stdout
     assert "paceline run: rank 1 was killed by SIGSEGV during exit, after its work was done\n" in done.stderr
+
+
+RESTS = """
+import time, torch, paceline
+
+world = paceline.init(device="cpu")
+
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        if self.late:
+            rest()
+        return super().forward(x)
+
+
+def rest():
+    end = time.monotonic() + 4.5
+    while time.monotonic() < end:
+        pass  # here
+
+
+net = Net(4, 4)
+net.late = False
+model = paceline.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(17):
+    net.late = step == 15 and world.rank == 1
+    time.sleep(0.15)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("finished")
+"""
+
+
+def test_a_rank_that_others_wait_for_is_named_with_its_line_and_left_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, RESTS)
+    assert done.returncode == 0 and "[0-1] finished" in done.stdout, done.stderr
+    [told] = [line for line in done.stderr.splitlines() if "makes no progress" in line]
+    assert told.startswith("paceline run: rank 1 makes no progress for ") and "in forward" in told, told
+    line = next(number for number, text in enumerate(RESTS.splitlines(), start=1) if "here" in text)
+    assert f"script.py:{line} in rest; rank 0 waits for it" in told or f"script.py:{line - 1} in rest; rank 0" in told

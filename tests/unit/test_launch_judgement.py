@@ -9,7 +9,20 @@ import pytest
 from paceline.launch.failure import End, follows, root_cause
 from paceline.launch.reports import Mark
 from paceline.launch.tracebacks import HEADER
-from paceline.launch.watchdog import CEILING_S, FLOOR_S, GAP_S, STOPPED_S, Hang, Watchdog
+from paceline.launch.watchdog import (
+    BUSY,
+    CEILING_S,
+    FLOOR_S,
+    FROZE,
+    GAP_S,
+    HOLDS_GIL,
+    IDLE_S,
+    LATE_S,
+    MOVED,
+    STOPPED_S,
+    Hang,
+    Watchdog,
+)
 from paceline.process_status import ProcessStatus
 from paceline.progress import Phase
 
@@ -232,7 +245,7 @@ def test_a_frozen_rank() -> None:
     world.note(0, Phase.WAITING, 9)
     found = world.wait(CEILING_S)
     assert found is not None
-    assert (found.ranks, found.busy, found.step) == ((1,), False, 9)
+    assert (found.ranks, found.how, found.step) == ((1,), FROZE, 9)
 
 
 def test_a_spinning_rank() -> None:
@@ -242,7 +255,7 @@ def test_a_spinning_rank() -> None:
     world.note(2, Phase.BACKWARD, 10)
     found = world.wait(CEILING_S, busy=(1,))
     assert found is not None
-    assert (found.ranks, found.busy) == ((1,), True)
+    assert (found.ranks, found.how) == ((1,), BUSY)
 
 
 def test_a_stopped_rank_is_seen_soon_and_a_pause_is_forgiven() -> None:
@@ -255,7 +268,7 @@ def test_a_stopped_rank_is_seen_soon_and_a_pause_is_forgiven() -> None:
     world.statuses[1] = ProcessStatus("T", 0.0)
     found = world.wait(STOPPED_S + 1)
     assert found is not None
-    assert (found.ranks, found.busy) == ((1,), False)
+    assert (found.ranks, found.how) == ((1,), FROZE)
 
 
 def test_a_debugger_is_no_hang() -> None:
@@ -292,16 +305,110 @@ def test_an_explicit_time_is_kept() -> None:
     assert found.ranks == (0, 1)
 
 
-def test_code_between_steps_has_more_time_than_a_step() -> None:
-    for timeout_s, limit_s in ((3.0, 6.0), (None, CEILING_S)):
-        world = World(timeout_s=timeout_s)
-        world.run(10)
+@pytest.mark.parametrize(
+    ("timeout_s", "busy", "limit_s"), [(3.0, (), 6.0), (None, (0,), CEILING_S), (None, (), IDLE_S)]
+)
+def test_code_between_steps_has_more_time_than_a_step(
+    timeout_s: float | None, busy: tuple[int, ...], limit_s: float
+) -> None:
+    world = World(timeout_s=timeout_s)
+    world.run(10)
+    world.note(0, Phase.BETWEEN, 10)
+    world.note(1, Phase.WAITING, 10)
+    assert world.wait(limit_s - 1, busy=busy) is None
+    found = world.wait(2, busy=busy)
+    assert found is not None and found.ranks == (0,)
+    assert f"between steps (limit {limit_s:.0f} s)" in found.reason
+
+
+@pytest.mark.parametrize("phase", [Phase.BETWEEN, Phase.EVALUATE, Phase.CHECKPOINT, Phase.LOAD])
+def test_files_that_are_read_or_written_are_progress_where_a_step_is_not_run(phase: Phase) -> None:
+    world = World()
+    world.run(10)
+    world.note(0, phase, 10)
+    world.note(1, Phase.WAITING, 10)
+    for written in range(1, 11):
+        world.statuses[0] = ProcessStatus("D", 0.0, written * MOVED)
+        assert world.wait(IDLE_S - 10) is None
+    assert world.wait(CEILING_S) is not None
+
+
+def test_in_a_forward_files_are_no_progress() -> None:
+    world = World()
+    world.run(10)
+    for written in range(int(FLOOR_S)):
+        world.statuses[0] = ProcessStatus("D", 0.0, written * MOVED)
+        assert world.wait(0.5) is None
+    assert world.wait(FLOOR_S) is not None
+
+
+def test_native_code_that_keeps_the_interpreters_lock_is_told_from_a_freeze() -> None:
+    world = World()
+    world.run(10)
+    world.note(0, Phase.WAITING, 9)
+    beats = {0: 0.0, 1: world.now}
+    for stays_silent in (True, False):
+        found = None
+        while found is None:
+            world.now += 0.5
+            beats[0] = world.now
+            if not stays_silent:
+                beats[1] = world.now
+            found = world.watchdog.look(world.now, world.marks, world.statuses, beats)
+        assert (found.ranks, found.how) == ((1,), HOLDS_GIL if stays_silent else FROZE)
+        world.note(1, Phase.FORWARD, 10)
+
+
+def test_a_rank_whose_worker_is_stopped_is_ended_soon() -> None:
+    world = World()
+    world.run(10)
+    world.note(1, Phase.BETWEEN, 10)
+    asked = []
+
+    def stopped_children(rank: int) -> list[int]:
+        asked.append(rank)
+        return [1234] if rank == 1 else []
+
+    began = world.now
+    found = None
+    while found is None:
+        world.now += 0.5
         world.note(0, Phase.BETWEEN, 10)
-        world.note(1, Phase.WAITING, 10)
-        assert world.wait(limit_s - 1) is None
-        found = world.wait(2)
-        assert found is not None and found.ranks == (0,)
-        assert f"between steps (limit {limit_s:.0f} s)" in found.reason
+        found = world.watchdog.look(world.now, world.marks, world.statuses, {}, stopped_children)
+    assert found.ranks == (1,) and "DataLoader workers: pid 1234" in found.reason
+    assert world.now - began < STOPPED_S + 1
+    assert set(asked) == {1}, "only a rank that makes no progress is asked about"
+
+
+def late(world: World) -> list[tuple[int, str]]:
+    return world.watchdog.late(world.now, world.marks, world.statuses)
+
+
+def test_a_rank_that_others_wait_for_is_named_long_before_it_is_ended() -> None:
+    world = World()
+    world.run(10, 0.5)
+    assert world.wait(2 * LATE_S) is None
+    assert late(world) == [], "nobody waits for it"
+    world.note(0, Phase.WAITING, 9)
+    [(rank, how)] = late(world)
+    assert rank == 1 and "in forward, at step 9, using 0% of a core" in how
+    assert late(world) == [], "once"
+    world.note(1, Phase.BETWEEN, 10)
+    assert world.wait(2 * LATE_S) is None
+    assert late(world) == [], "what a script does between steps may take a while"
+    assert world.wait(4 * LATE_S) is None
+    assert "between steps" in late(world)[0][1]
+
+
+def test_a_late_rank_is_measured_by_the_steps_of_its_job() -> None:
+    world = World()
+    world.run(10, 4.0)
+    world.note(1, Phase.FORWARD, 10)
+    world.note(0, Phase.WAITING, 10)
+    assert world.wait(4 * LATE_S) is None
+    assert late(world) == []
+    assert world.wait(4 * LATE_S) is None
+    assert late(world) != []
 
 
 @pytest.mark.parametrize("phase", [Phase.BETWEEN, Phase.EVALUATE, Phase.CHECKPOINT])
@@ -338,9 +445,17 @@ def test_when_all_ranks_wait_they_wait_for_each_other() -> None:
     assert found is not None and found.ranks == (0, 1) and "waiting for other ranks (limit 3 s)" in found.reason
 
 
-def test_a_stopped_rank_is_found_before_it_noted_anything_if_a_time_was_given() -> None:
-    for timeout_s, ranks in ((1.0, (1,)), (None, None)):
+def test_a_stopped_rank_of_any_script_is_found() -> None:
+    world = World()
+    world.statuses[1] = ProcessStatus("T", 0.0)
+    found = world.wait(2 * STOPPED_S)
+    assert found is not None and found.ranks == (1,)
+
+
+def test_a_job_that_is_paused_as_a_whole_is_left_alone_unless_a_time_was_given() -> None:
+    for timeout_s, ranks in ((1.0, (0, 1)), (None, None)):
         world = World(timeout_s=timeout_s)
-        world.statuses[1] = ProcessStatus("T", 0.0)
+        for rank in range(2):
+            world.statuses[rank] = ProcessStatus("T", 0.0)
         found = world.wait(2 * STOPPED_S)
         assert (found and found.ranks) == ranks

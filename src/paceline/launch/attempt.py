@@ -11,12 +11,13 @@ from paceline.launch.job import INTERRUPT_EXIT, Job, JobFailure, JobOutcome, Lis
 from paceline.launch.rank_environment import environment_of
 from paceline.launch.rank_processes import RankExited, RankProcesses
 from paceline.launch.rank_slot import RankSlot
+from paceline.launch.rank_watch import RankWatch
 from paceline.launch.rehearsal import Rehearsal
 from paceline.launch.reports import ProgressBoard
 from paceline.launch.signals import PendingSignals
-from paceline.launch.watchdog import Hang, Watchdog
+from paceline.launch.watchdog import Hang
 from paceline.phase import Phase
-from paceline.process_status import oom_kills, read_status, signal_name
+from paceline.process_status import oom_kills, signal_name
 from paceline.rank_report import PROGRESS_NAME, REPORT_NAME
 
 TICK_S = 0.05
@@ -40,7 +41,6 @@ class Attempt:
         self._job, self._attempt, self._port, self._listener, self._signals = job, attempt, port, listener, signals
         self._rehearsal = rehearsal
         self._slots = [RankSlot(rank, job.run_dir / f"rank_{rank}.log", listener.note) for rank in range(job.ranks)]
-        self._watchdog = Watchdog(range(job.ranks), job.hang_timeout_s)
         self._watch_at = 0.0
         self._tick_at = 0.0
         self._oom_kills = oom_kills()
@@ -55,6 +55,7 @@ class Attempt:
         with contextlib.ExitStack() as undo:
             self._selector = undo.enter_context(selectors.DefaultSelector())
             self._board = undo.enter_context(contextlib.closing(ProgressBoard(self._job.ranks)))
+            self._watch = RankWatch(range(self._job.ranks), self._job.hang_timeout_s, self._board, self._listener.note)
             for slot in self._slots:
                 undo.callback(slot.close)
                 slot.open_log(self._attempt)
@@ -100,7 +101,7 @@ class Attempt:
                 self._stop(now, signal.SIGTERM)
             elif now >= self._watch_at:
                 self._watch_at = now + WATCH_EVERY_S
-                self._watch(now)
+                self._end_those_that_hang(now)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = now + 1.0
             self._processes.signal(signal.SIGKILL)
@@ -116,6 +117,7 @@ class Attempt:
         if pipe == "report":
             for kind, fields in slot.reports.feed(data):
                 self._rehearsal.heard(kind, fields)
+                self._watch.heard(slot.rank, kind, fields)
                 self._listener.reported(slot.rank, kind, fields)
         elif pipe == "out":
             self._show(slot, slot.out.feed(data, now), [])
@@ -197,12 +199,11 @@ class Attempt:
         self._processes.signal(number)
         self._processes.signal(signal.SIGCONT)  # a stopped rank would not receive it
 
-    def _watch(self, now: float) -> None:
+    def _end_those_that_hang(self, now: float) -> None:
         if self._job.hang_timeout_s == 0 or self._decide_at is not None:
             return
         living = {rank: pid for rank, pid in self._processes.living.items() if pid}
-        marks = {rank: self._board.read(rank) for rank in living}
-        self._hang = self._watchdog.look(now, marks, {rank: read_status(pid) for rank, pid in living.items()})
+        self._hang = self._watch.look(now, living)
         if self._hang is None:
             return
         for rank in self._hang.ranks:

@@ -88,12 +88,11 @@ def names_a_peer_failure(message: str) -> bool:
 
 def _hang_failure(ends: Sequence[End], hang: Hang) -> JobFailure:
     ranks = hang.ranks
-    what = "is busy but making no progress" if hang.busy else "froze"
     stack = next((found for end in ends if end.rank in ranks and (found := thread_stack(end.tail))), ())
     return JobFailure(
         ranks=ranks,
         exit_code=WATCHDOG_EXIT,
-        summary=_said_of(ranks, f"{what}: {hang.reason}, at step {hang.step}"),
+        summary=_said_of(ranks, f"{hang.how}: {hang.reason}, at step {hang.step}"),
         details=stack,
     )
 

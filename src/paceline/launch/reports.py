@@ -5,6 +5,7 @@ import mmap
 import os
 from typing import Any, NamedTuple
 
+from paceline.heartbeat import BEAT, BEAT_AT
 from paceline.phase import NOTE, Phase
 from paceline.rank_report import PROGRESS_SLOT
 
@@ -63,6 +64,11 @@ class ProgressBoard:
         # A foreign program may have written anything there.
         known = Phase(phase) if phase in Phase.__members__.values() else Phase.IDLE
         return Mark(known, step, stamp / 1e9)
+
+    def beat(self, rank: int) -> float:
+        """When a thread of a rank ran last, on the monotonic clock; 0 if it has none that says so."""
+        beat: int = BEAT.unpack_from(self._memory, rank * PROGRESS_SLOT + BEAT_AT)[0]
+        return beat / 1e9
 
     def close(self) -> None:
         self._memory.close()

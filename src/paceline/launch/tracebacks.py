@@ -210,6 +210,13 @@ def thread_stack(tail: Sequence[str]) -> tuple[str, ...]:
     return tuple(frames[:6])
 
 
+def own_line(stack: Sequence[str]) -> str:
+    """Of a stack with the innermost frame first, the first line that is the user's: `train.py:12 in loss`."""
+    found = [(match, line) for line in stack if (match := _FILE.match(line)) and match["quoted"]]
+    match, line = next((one for one in found if not package_of(one[0]["quoted"])), found[0] if found else (None, ""))
+    return f"{match['quoted']}:{match['line']}{line[match.end() :]}" if match else ""
+
+
 def wrapped(text: str) -> list[str]:
     """A message in a few lines. It ends with what to do, so if it is too long the middle is left out."""
     lines = textwrap.wrap(text, LINE, break_on_hyphens=False) or [text]

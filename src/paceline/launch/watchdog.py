@@ -3,21 +3,23 @@
 A rank hangs when it has noted nothing for longer than its phase allows:
 
     forward, backward, optimizer, data      the limit: --hang-timeout, or else learned from the steps seen
-    between steps, in code we cannot see    twice --hang-timeout, or else CEILING_S
+    between steps, in code we cannot see    twice --hang-timeout, or else CEILING_S; IDLE_S for one that does nothing
     evaluation, checkpoint                  CEILING_S, or --hang-timeout if that is longer
     waiting for other ranks                 never, as long as any rank does something else, which is then judged. When
                                             all ranks wait, they wait for each other: the limit
     not begun, done, nothing ever noted     never: other people's scripts may be as slow as they like
 
 Without --hang-timeout the second and third are judged only while another rank waits: a script may take all the time it
-needs for what it does when its training is over.
+needs for what it does when its training is over. In them, files that are read or written count as progress.
 
-A rank that was stopped (SIGSTOP) hangs after STOPPED_S whatever it did, if it ever noted anything or --hang-timeout was
-given. Every note starts the clock anew, so a slow evaluation or save of many parts is not touched.
+A rank that was stopped (SIGSTOP) hangs after STOPPED_S whatever it did and whatever it runs; if all were stopped, only
+those of our own scripts. So does one that does nothing because a process that it has started was stopped.
+
+Every note starts the clock anew, so a slow evaluation or save of many parts is not touched.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from paceline.launch.reports import Mark
@@ -37,6 +39,18 @@ REMEMBER = 101
 BETWEEN = 2.0
 # A stopped process does nothing at all, so less patience is needed; a pause of two seconds is forgiven.
 STOPPED_S = 4.0
+# A process that does nothing between steps, while others wait for it: this long.
+IDLE_S = 180.0
+# Files of this size are progress.
+MOVED = 1 << 20
+# A rank whose threads have not run for this long holds the interpreter's lock in native code.
+SILENT_S = 1.7
+# A rank is named as late, and left alone, when another waits and it has noted nothing for the longest of these: some
+# steps; seconds, and more of them where it may well take long. Before there were steps, LATE_FIRST_S.
+LATE_STEPS = 5.0
+LATE_S = 3.0
+LATE_BETWEEN_S = 15.0
+LATE_FIRST_S = 10.0
 # A share of one core over the time watched, below which a process does nothing.
 IDLE_SHARE = 0.02
 # When the launcher itself was not run for this long, the ranks perhaps were not either.
@@ -57,9 +71,17 @@ class Hang(NamedTuple):
     """Ranks that make no progress, and how."""
 
     ranks: tuple[int, ...]
-    busy: bool  # whether they use a CPU core meanwhile
+    how: str  # continues "rank 1 "
     reason: str
     step: int
+
+
+FROZE, BUSY = "froze", "is busy but making no progress"
+HOLDS_GIL = "hangs in native code that keeps the interpreter's lock (GIL)"
+
+
+def _no_children(_: int) -> list[int]:
+    return []
 
 
 class _RankHistory:
@@ -68,8 +90,10 @@ class _RankHistory:
     def __init__(self) -> None:
         self.mark: Mark | None = None
         self.cpu_s = 0.0  # the CPU time it had used when it noted that
+        self.moved, self.moved_at = 0, 0.0  # the bytes that it had read and written, and when they were noticed
         self.stopped_since: float | None = None
         self.step_at: tuple[int, float] | None = None
+        self.named: Mark | None = None  # the note at which it was named as late
 
 
 class Watchdog:
@@ -83,46 +107,117 @@ class Watchdog:
         self._looked_at: float | None = None
         self._woke_at = 0.0  # since when the launcher has run without a gap
 
-    def patience_s(self, phase: Phase = Phase.FORWARD) -> float:
+    def patience_s(self, phase: Phase = Phase.FORWARD, *, idle: bool = False) -> float:
         """How long a rank may note nothing in `phase`."""
         if phase in _UNHURRIED:
             return max(CEILING_S, self._timeout_s or 0.0)
         if self._timeout_s is not None:
             return self._timeout_s * (BETWEEN if phase is Phase.BETWEEN else 1.0)
-        if phase is Phase.BETWEEN or len(self._steps) < LEARN_FROM:
+        if len(self._steps) < LEARN_FROM or (phase is Phase.BETWEEN and not idle):
             return CEILING_S
-        learned = max(FACTOR * sorted(self._steps)[len(self._steps) // 2], LONGEST * self._longest_s)
-        return min(CEILING_S, max(FLOOR_S, learned))
+        learned = max(FACTOR * self.step_s(), LONGEST * self._longest_s)
+        return min(CEILING_S, max(IDLE_S if phase is Phase.BETWEEN else FLOOR_S, learned))
 
-    def look(self, now: float, marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus]) -> Hang | None:
-        """Take in what ranks noted and what the kernel says of them; name those that hang, if any do."""
+    def step_s(self) -> float:
+        """The median of the steps seen; 0 before there were some."""
+        return sorted(self._steps)[len(self._steps) // 2] if len(self._steps) >= LEARN_FROM else 0.0
+
+    def look(
+        self,
+        now: float,
+        marks: Mapping[int, Mark],
+        statuses: Mapping[int, ProcessStatus],
+        beats: Mapping[int, float] | None = None,
+        stopped_children: Callable[[int], list[int]] = _no_children,
+    ) -> Hang | None:
+        """Take in what ranks noted and what the kernel says of them; name those that hang, if any do.
+
+        `beats` says when a thread of each rank ran last, 0 if it has none; `stopped_children` which processes that a
+        rank has started are stopped.
+        """
         slept = self._looked_at is not None and now - self._looked_at > GAP_S
         self._looked_at = now
         self._woke_at = now if slept else self._woke_at
         for rank, mark in marks.items():
             self._take_in(rank, mark, statuses[rank], now, slept)
         noted = [rank for rank, mark in marks.items() if mark.noted]
-        seen = noted if self._timeout_s is None else marks
-        stopped = tuple(rank for rank in seen if self._has_stopped(rank, now))
-        if stopped:
-            waited = now - (self._seen[stopped[0]].stopped_since or now)
-            return Hang(stopped, False, f"stopped for {waited:.0f} s (process state T)", marks[stopped[0]].step)
+        if (hang := self._stopped(now, marks, statuses, noted, stopped_children)) is not None:
+            return hang
         deadlock = all(mark.phase is Phase.WAITING for mark in marks.values())
         needed = self._timeout_s is not None or any(mark.phase is Phase.WAITING for mark in marks.values())
         free = {*_FREE, *(() if deadlock else (Phase.WAITING,)), *(() if needed else _OFTEN_LAST)}
         judged = [rank for rank in noted if marks[rank].phase not in free]
-        stale = [rank for rank in judged if self._age_s(marks[rank], now) > self.patience_s(marks[rank].phase)]
-        return self._name_culprits(stale, marks, statuses, now) if stale else None
+        stale = [rank for rank in judged if self._age_s(rank, now) > self._limit_s(rank, marks, statuses, now)]
+        return self._name_culprits(stale, marks, statuses, now, beats or {}) if stale else None
 
-    def _age_s(self, mark: Mark, now: float) -> float:
-        """For how long a rank has noted nothing else, as far as it could."""
-        return now - max(mark.at, self._woke_at)
+    def _stopped(
+        self,
+        now: float,
+        marks: Mapping[int, Mark],
+        statuses: Mapping[int, ProcessStatus],
+        noted: list[int],
+        stopped_children: Callable[[int], list[int]],
+    ) -> Hang | None:
+        """Ranks that were stopped, or whose own processes were."""
+        stopped = tuple(rank for rank in marks if self._has_stopped(rank, now))
+        if self._timeout_s is None and len(stopped) == len(marks):  # someone pauses the job
+            stopped = tuple(rank for rank in stopped if rank in noted)
+        if stopped:
+            waited = now - (self._seen[stopped[0]].stopped_since or now)
+            return Hang(stopped, FROZE, f"stopped for {waited:.0f} s (process state T)", marks[stopped[0]].step)
+        for rank in noted:
+            idle = marks[rank].phase not in (*_FREE, Phase.WAITING) and self._used(rank, statuses, now) <= IDLE_SHARE
+            if idle and self._age_s(rank, now) >= STOPPED_S and (children := stopped_children(rank)):
+                named = " and ".join(f"pid {child}" for child in children[:3])
+                reason = (
+                    f"no progress for {self._age_s(rank, now):.0f} s {_where(marks[rank])}, because processes that it "
+                    f"has started were stopped (state T), such as DataLoader workers: {named}"
+                )
+                return Hang((rank,), FROZE, reason, marks[rank].step)
+        return None
+
+    def late(
+        self, now: float, marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus]
+    ) -> list[tuple[int, str]]:
+        """Ranks that others wait for, and since when, each of them once: to be named long before any is ended."""
+        waiting = [rank for rank, mark in marks.items() if mark.phase is Phase.WAITING]
+        found = []
+        for rank, mark in marks.items():
+            seen = self._seen[rank]
+            if not waiting or not mark.noted or mark.phase in (*_FREE, Phase.WAITING) or seen.named == mark:
+                continue
+            usual_s = LATE_STEPS * self.step_s() if self.step_s() else LATE_FIRST_S
+            limit_s = max(usual_s, LATE_BETWEEN_S if mark.phase in _OFTEN_LAST else LATE_S)
+            if (age_s := self._age_s(rank, now)) >= limit_s:
+                seen.named = mark
+                used = self._used(rank, statuses, now)
+                found.append(
+                    (rank, f"for {age_s:.0f} s {_where(mark)}, at step {mark.step}, using {used:.0%} of a core")
+                )
+        return found
+
+    def _limit_s(
+        self, rank: int, marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus], now: float
+    ) -> float:
+        return self.patience_s(marks[rank].phase, idle=self._used(rank, statuses, now) <= IDLE_SHARE)
+
+    def _used(self, rank: int, statuses: Mapping[int, ProcessStatus], now: float) -> float:
+        """The share of a core that it has used since its note."""
+        return (statuses[rank].cpu_s - self._seen[rank].cpu_s) / max(0.001, self._age_s(rank, now))
+
+    def _age_s(self, rank: int, now: float) -> float:
+        """For how long a rank has made no progress that could be seen."""
+        seen = self._seen[rank]
+        at = 0.0 if seen.mark is None else seen.mark.at
+        return now - max(at, self._woke_at, seen.moved_at)
 
     def _take_in(self, rank: int, mark: Mark, status: ProcessStatus, now: float, slept: bool) -> None:
         seen = self._seen[rank]
         if mark != seen.mark or slept:
             self._learn(seen, mark, slept)
-            seen.mark, seen.cpu_s = mark, status.cpu_s
+            seen.mark, seen.cpu_s, seen.moved, seen.moved_at = mark, status.cpu_s, status.moved, 0.0
+        elif mark.phase in _OFTEN_LAST and status.moved - seen.moved >= MOVED:
+            seen.moved, seen.moved_at, seen.cpu_s = status.moved, now, status.cpu_s
         if not status.stopped or slept:
             seen.stopped_since = None
         elif seen.stopped_since is None:
@@ -146,16 +241,31 @@ class Watchdog:
         return since is not None and now - since >= limit
 
     def _name_culprits(
-        self, stale: list[int], marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus], now: float
+        self,
+        stale: list[int],
+        marks: Mapping[int, Mark],
+        statuses: Mapping[int, ProcessStatus],
+        now: float,
+        beats: Mapping[int, float],
     ) -> Hang:
         # Ranks wait for the one that is furthest behind.
         behind = min(marks[rank][:2][::-1] for rank in stale)
         culprits = tuple(rank for rank in stale if marks[rank][:2][::-1] == behind)
         mark = marks[culprits[0]]
-        waited = self._age_s(mark, now)
-        used = {rank: statuses[rank].cpu_s - self._seen[rank].cpu_s for rank in culprits}
-        share = max(used[rank] / max(0.001, self._age_s(marks[rank], now)) for rank in culprits)
-        where = _WHERE.get(mark.phase, f"in {mark.phase.name.lower()}")
-        limit_s = self.patience_s(mark.phase)
-        reason = f"no progress for {waited:.0f} s {where} (limit {limit_s:.0f} s), using {share:.0%} of a CPU core"
-        return Hang(culprits, share > IDLE_SHARE, reason, mark.step)
+        waited = self._age_s(culprits[0], now)
+        share = max(self._used(rank, statuses, now) for rank in culprits)
+        limit_s = self._limit_s(culprits[0], marks, statuses, now)
+        reason = (
+            f"no progress for {waited:.0f} s {_where(mark)} (limit {limit_s:.0f} s), using {share:.0%} of a CPU core"
+        )
+        silent = all(is_silent(beats.get(rank, 0.0), now) for rank in culprits)
+        return Hang(culprits, HOLDS_GIL if silent else BUSY if share > IDLE_SHARE else FROZE, reason, mark.step)
+
+
+def is_silent(beat: float, now: float) -> bool:
+    """Whether no Python thread of a rank runs any more."""
+    return beat > 0 and now - beat > SILENT_S
+
+
+def _where(mark: Mark) -> str:
+    return _WHERE.get(mark.phase, f"in {mark.phase.name.lower()}")

@@ -1,0 +1,51 @@
+"""What a launcher sees of its ranks from outside: what they note, what the kernel says of them, and where they rest."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.launch.lines import name_ranks
+from paceline.launch.reports import ProgressBoard
+from paceline.launch.tracebacks import own_line
+from paceline.launch.watchdog import Hang, Watchdog, is_silent
+from paceline.phase import Phase
+from paceline.process_status import read_status, stopped_children
+
+
+class RankWatch:
+    """Looks at all ranks about twice a second, names those that are late, and finds those that hang."""
+
+    def __init__(
+        self, ranks: Sequence[int], timeout_s: float | None, board: ProgressBoard, note: Callable[[str], None]
+    ) -> None:
+        self._watchdog = Watchdog(ranks, timeout_s)
+        self._board = board
+        self._note = note
+        self._rests: dict[int, tuple[float, list[str]]] = {}  # where ranks rested, and when they said so
+
+    def heard(self, rank: int, kind: str, fields: Mapping[str, Any]) -> None:
+        """A rank has reported something, perhaps where it rests."""
+        if kind == "rests" and isinstance(stack := fields.get("stack"), list):
+            self._rests[rank] = time.monotonic(), [str(line) for line in stack]
+
+    def look(self, now: float, living: Mapping[int, int]) -> Hang | None:
+        """The ranks that hang, if any do. `living` are the process ids of ranks."""
+        marks = {rank: self._board.read(rank) for rank in living}
+        statuses = {rank: read_status(pid) for rank, pid in living.items()}
+        beats = {rank: self._board.beat(rank) for rank in living}
+        hang = self._watchdog.look(now, marks, statuses, beats, lambda rank: stopped_children(living[rank]))
+        if hang is not None:
+            return hang
+        for rank, how in self._watchdog.late(now, marks, statuses):
+            others = [other for other, mark in marks.items() if mark.phase is Phase.WAITING]
+            waiting = f"{name_ranks(others)} wait{'s' if len(others) == 1 else ''} for it"
+            stopped = ": it is stopped (process state T)" if statuses[rank].stopped else ""
+            silent = ": native code keeps the interpreter's lock (GIL)" if is_silent(beats[rank], now) else ""
+            where = stopped or silent or self._line(rank, marks[rank].at)
+            self._note(f"rank {rank} makes no progress {how}{where}; {waiting}")
+        return None
+
+    def _line(self, rank: int, since: float) -> str:
+        """Where the rank has rested since then, if it has said so."""
+        at, stack = self._rests.get(rank, (0.0, []))
+        return f", in {own_line(stack)}" if at > since and stack else ""
