@@ -63,8 +63,13 @@ class BlockGather:
         """Wait for the blocks of all ranks, and have them where they go."""
         self.start(group)
         assert self._flight is not None
-        (work, rows), self._flight = self._flight, None
-        group.wait(work, what)
+        work, rows = self._flight
+        try:
+            group.wait(work, what)
+        except Exception:
+            self._flight = None
+            raise
+        self._flight = None  # not before: who is interrupted waits again, for what the others have sent already
         if rows is None:
             self._check_tags(cast(Gather, work).tags, group, what)
             return
@@ -74,6 +79,10 @@ class BlockGather:
             if blocks and not (rank == group.rank and blocks[0].data_ptr() == self._own[0].data_ptr()):
                 torch._foreach_copy_(blocks, rows[rank, : sum(sizes)].split(sizes))
         used_here(rows)
+
+    def comes(self, group: Group, what: str, seconds: float) -> bool:
+        """Whether the blocks of all ranks come within so many seconds. It still has to be finished."""
+        return self._flight is None or group.wait_a_moment(self._flight[0], what, seconds)
 
     def discard(self, group: Group) -> None:
         """Drop what is under way, when it is over."""

@@ -37,6 +37,7 @@ from paceline.replica.owned import OwnedBlocks
 from paceline.replica.recording import recording_asked
 from paceline.replica.twin_state import TwinState
 from paceline.replica.units import Units, make_units
+from paceline.replica.update_gathers import UpdateGathers
 from paceline.strategies.cast import mean_in
 from paceline.strategies.fixed_order import FixedOrder
 from paceline.strategies.lane_sum import LaneSum
@@ -66,13 +67,20 @@ class Assembly:
         """What leaves the parameters and the module as they were. It does not keep the units alive: they hold the
         module, which may hold the replica, as that of a trainer does."""
         units = None if self.owned is None or self.owned.units is None else weakref.ref(self.owned.units)
-        return partial(_close, self.guard, self.core, self.state_hooks, units)
+        gathers = None if self.owned is None else self.owned.gathers
+        return partial(_close, self.guard, self.core, self.state_hooks, units, gathers)
 
 
 def _close(
-    guard: StepGuard, core: Reducer, state_hooks: Sequence[RemovableHandle], units: "weakref.ref[Units] | None"
+    guard: StepGuard,
+    core: Reducer,
+    state_hooks: Sequence[RemovableHandle],
+    units: "weakref.ref[Units] | None",
+    gathers: UpdateGathers | None,
 ) -> None:
     guard.close()
+    if gathers is not None:
+        gathers.close()
     if units is not None and (alive := units()) is not None:
         alive.close()
     core.hooks.close()
@@ -169,6 +177,8 @@ def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> Ow
     owned = OwnedBlocks(replica._managed.params, metas, group, cut=True)
     if replica._placement.shards_parameters:
         owned.units = _units(replica, owned, group)
+    else:
+        owned.gathers = UpdateGathers(replica.module, replica._units, group, replica.device)
     return owned
 
 

@@ -239,6 +239,8 @@ class DistributedDataParallel(TorchSurface):
     def whole(self) -> Iterator[None]:
         """Gather all parameters in full, so that they can be read or changed, under every placement. All ranks enter
         it, and must make the same changes."""
+        if self._owned is not None and self._owned.gathers is not None:
+            self._owned.gathers.wait()
         if self._owned is None or self._owned.units is None:
             yield
             return

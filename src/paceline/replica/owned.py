@@ -1,12 +1,10 @@
-"""What one rank owns of a model under a placement: its blocks of the parameters, gathered after every update.
+"""What one rank owns of a model under a placement: its blocks of the parameters, which it updates.
 
-Every rank updates its blocks and gets those of the others. Until that is done `optimizer.step()` does not return, so
-whoever reads a parameter afterwards, in whatever way, reads the new value.
+Those of the others come to it after every update: see `update_gathers.py`, and `units.py` under "zero3".
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from weakref import WeakSet
 
 import torch
@@ -23,6 +21,7 @@ from paceline.placement import Ownership, cut_parameters
 from paceline.reducer.shard import Shard, flat_as, flat_of
 from paceline.replica.lane_norm import norm_in_lanes
 from paceline.replica.units import Units
+from paceline.replica.update_gathers import UpdateGather, UpdateGathers
 
 # Of parameters that are gathered at a time. Where ranks share memory it is little that waits for the others to read it.
 PIECE_BYTES, PIECE_BYTES_ON_HOST = 16 * MIB, 4 * MIB
@@ -49,7 +48,7 @@ class OwnedBlocks:
         layout = plan_layout(metas, range(len(metas)), caps)
         together = [[slot.param for slot in bucket.slots if slot.numel] for bucket in layout.buckets]
         self._together = [some for some in together if some]
-        self._gathers: list[BlockGather] = []
+        self.gathers: UpdateGathers | None = None  # where all ranks have the parameters as a whole
         self._units: Units | None = None
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # that update blocks
         self._addresses: list[int] = []  # of the parameters, when the gathers were made
@@ -88,15 +87,23 @@ class OwnedBlocks:
         if self._units is not None:
             self._units.keep_changes()
             return
+        if self.gathers is not None:
+            self.gathers.wait()
         addresses = [shard.param.data_ptr() for shard in self.shards]
         if addresses == self._addresses:
             return
         for shard in self.shards:
             if not shard.has_master:
                 shard.value.data = shard.block
-        if self.cut:
-            self._gathers = [self._gather_of({i: self.shards[i].param for i in some}) for some in self._together]
+        if self.gathers is not None:
+            self.gathers.gather([self._update_gather(some) for some in self._together])
         self._addresses = addresses
+
+    def _update_gather(self, indices: Sequence[int]) -> UpdateGather:
+        return UpdateGather(
+            [self.shards[index] for index in indices],
+            lambda tensors: self._gather_of({indices[at]: tensor for at, tensor in tensors.items()}),
+        )
 
     def _gather_of(self, tensors: Mapping[int, torch.Tensor]) -> BlockGather:
         """What gathers tensors that are cut like the parameters of these indices, in their own memory."""
@@ -112,12 +119,8 @@ class OwnedBlocks:
         """This rank's blocks have been updated: have those of all ranks in the parameters. All ranks call it."""
         if self._units is not None:
             self._units.follow_update()
-        else:
-            for gather, following in zip_longest(self._gathers, self._gathers[1:]):
-                gather.start(self._group)
-                if following is not None:
-                    following.start(self._group)
-                gather.finish(self._group, "the parameters that other ranks have updated")
+        elif self.gathers is not None:
+            self.gathers.follow_update()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float, error_if_nonfinite: bool, *, in_lanes: bool

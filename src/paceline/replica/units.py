@@ -21,6 +21,7 @@ from paceline.collectives.group import Group
 from paceline.errors import IllegalMove
 from paceline.reducer.autograd import task_id, tensors_in
 from paceline.reducer.shard import Shard
+from paceline.replica.module_hook import ModuleHook
 from paceline.replica.unit import Unit, Whole, places_of
 
 FAILED = (
@@ -49,22 +50,6 @@ class _WhenAllHaveGrads:
                 hook.remove()
 
 
-class _Hook:
-    """Calls a function with some arguments. A copy of it, as in a copy of the module that has it, does nothing."""
-
-    def __init__(self, function: Callable[..., None], *first: Any) -> None:
-        self._call = partial(function, *first)
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*_: Any) -> None: ...
-
-
 class Units:
     """The units of one replica, and the hooks that gather and free them."""
 
@@ -90,16 +75,16 @@ class Units:
         self._failed = False
         self._hooks: list[RemovableHandle] = []
         for owner, unit in [*zip(modules, units[:-1], strict=True), (module, self._root)]:
-            before = _Hook(self._before_forward, unit)
+            before = ModuleHook(self._before_forward, unit)
             self._hooks.append(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._hooks.append(owner.register_forward_hook(_Hook(self._after_forward, unit), always_call=True))
+            self._hooks.append(owner.register_forward_hook(ModuleHook(self._after_forward, unit), always_call=True))
         self._hooks += [
-            module.register_state_dict_pre_hook(_Hook(self._open_whole)),
-            module.register_state_dict_post_hook(_Hook(self._after_state)),
+            module.register_state_dict_pre_hook(ModuleHook(self._open_whole)),
+            module.register_state_dict_post_hook(ModuleHook(self._after_state)),
         ]
         for owner, unit in [*zip(modules, units[:-1], strict=True), (module, self._root)]:  # one after another
-            self._hooks.append(owner.register_load_state_dict_pre_hook(_Hook(self._open_unit, unit)))
-            self._hooks.append(owner.register_load_state_dict_post_hook(_Hook(self._close_unit, unit)))
+            self._hooks.append(owner.register_load_state_dict_pre_hook(ModuleHook(self._open_unit, unit)))
+            self._hooks.append(owner.register_load_state_dict_post_hook(ModuleHook(self._close_unit, unit)))
         self.follow_update()
 
     def close(self) -> None:

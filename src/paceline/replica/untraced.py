@@ -6,7 +6,7 @@ module and the hooks of users, is compiled as ever. Neither needs torch._dynamo,
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -66,3 +66,18 @@ def _skip(code: CodeType) -> None:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             _skip(inner)
+
+
+def frames_compiled() -> int:
+    """How many functions torch.compile has looked at in this process."""
+    return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
+
+
+def before_compiling(call: Callable[[Any], None]) -> Callable[[], None]:
+    """Have `call` called when torch.compile is about to look at a function. Returns what takes that back."""
+    handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is None:  # it was not loaded
+        return lambda: None
+    callbacks = handler.start_callbacks
+    callbacks.append(call)
+    return lambda: callbacks.remove(call) if call in callbacks else None  # torch._dynamo.reset() removes all

@@ -1,0 +1,324 @@
+"""Under "zero1" and "zero2": updated parameters come from the other ranks while this one goes on.
+
+    step()   update the own blocks ─ start all gathers ─┐
+    forward                               unit 0 waits ─ runs ─ unit 1 waits ─ runs …
+
+Every rank starts the same gathers at the end of the same step, in the order in which modules were registered. Nothing
+of what follows may see a parameter before its values are there.
+
+Note: who waits for a gather
+----------------------------
+Modules do, whole units at a time, before their forward: then no code of theirs sees anything unusual, be it Python or
+C++. Whoever else uses a parameter from Python waits there: see `pending_parameter.py`. What neither of them would
+notice is not left to chance. A parameter is gathered inside the step if something besides us looks at its memory, such
+as a view that was made before, or if it belongs to code that nobody can look into: a ScriptModule, a compiled module, a
+CUDA graph. So are all of them where the calling thread moves the bytes, which then saves nothing, and once something
+has been compiled since the replica was made.
+"""
+
+import copy
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.collectives.block_gather import BlockGather
+from paceline.collectives.group import Group
+from paceline.errors import IllegalMove, PacelineError
+from paceline.placement import find_units
+from paceline.reducer.shard import Shard
+from paceline.replica.module_hook import ModuleHook
+from paceline.replica.pending_parameter import pending_class
+from paceline.replica.untraced import before_compiling, frames_compiled
+from paceline.strategies.multi_step import QueuedWork, SideStream, Steps
+
+logger = logging.getLogger("paceline")
+
+CLOSING_S = 5.0  # how long a replica that is let go of waits for what its ranks have yet to send each other
+
+
+class GatherState(Enum):
+    """The life of one gather, from update to update."""
+
+    DONE = auto()  # the parameters have their values
+    STARTED = auto()  # they may be in the middle of being written
+    PENDING = auto()  # the same, and whoever uses one waits
+    FAILED = auto()  # they will never have them: whoever uses one is told
+
+
+_NEXT_STATES = {
+    GatherState.DONE: (GatherState.STARTED,),
+    GatherState.STARTED: (GatherState.PENDING, GatherState.DONE),
+    GatherState.PENDING: (GatherState.DONE, GatherState.FAILED),
+    GatherState.FAILED: (),
+}
+
+
+class UpdateGather:
+    """One gather: some parameters, which all ranks have updated in parts."""
+
+    def __init__(self, shards: Sequence[Shard], make: Callable[[Mapping[int, torch.Tensor]], BlockGather]) -> None:
+        """`make` makes a gather of tensors that are cut like those of `shards`, in their memory."""
+        self._shards = list(shards)
+        self.params = [shard.param for shard in shards]
+        before = [_uses_of_memory(param) for param in self.params]
+        self._gather = make(dict(enumerate(self.params)))
+        self._views = [_uses_of_memory(param) - uses for param, uses in zip(self.params, before, strict=True)]
+        self._queued: QueuedWork | None = None
+        self._class: type[nn.Parameter] | None = None
+        self._failure: Exception | None = None
+        self.state = GatherState.DONE
+        names = [shard.name for shard in shards]
+        listed = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        self._what = f"the parameters that other ranks have updated ({listed})"
+
+    def start(self, group: Group) -> None:
+        self._move(GatherState.STARTED)
+        self._gather.start(group)
+
+    def queue(self, group: Group, side: SideStream) -> None:
+        """Start it on a stream of its own, where that is all that the host has to do."""
+        self._move(GatherState.STARTED)
+        self._queued = side.run(self._steps(group), self.params[0].device, uses=self.params)
+
+    def _steps(self, group: Group) -> Steps:
+        self._gather.finish(group, self._what)  # orders the stream, not the host
+        yield from ()
+
+    def unseen(self, opaque: Iterable[int]) -> bool:
+        """Whether somebody could use the parameters without being noticed."""
+        kept_by_us = (2 + views + (not s.has_master) for views, s in zip(self._views, self._shards, strict=True))
+        return (
+            any(type(param) is not nn.Parameter for param in self.params)
+            or not set(map(id, self.params)).isdisjoint(opaque)
+            or any(_uses_of_memory(param) != uses for param, uses in zip(self.params, kept_by_us, strict=True))
+        )
+
+    def make_pending(self, wait: Callable[["UpdateGather"], None]) -> None:
+        """From now on whoever uses a parameter waits, by calling `wait`."""
+        self._move(GatherState.PENDING)
+        if self._class is None:
+            self._class = pending_class(lambda: wait(self))
+        for param in self.params:
+            param.__class__ = self._class
+
+    def finish(self, group: Group) -> None:
+        """Wait for the values, if they are not there."""
+        if self.state is GatherState.DONE:
+            return
+        if self._failure is not None:
+            raise copy.copy(self._failure)  # without a traceback, which would keep what the first one to fail has used
+        try:
+            with torch.no_grad():
+                self._arrive(group)
+        except Exception as error:
+            if self.state is GatherState.PENDING:
+                self.fail(error)
+            raise
+        self._move(GatherState.DONE)
+        for param in self.params:
+            if type(param) is self._class:
+                param.__class__ = nn.Parameter
+
+    def _arrive(self, group: Group) -> None:
+        if self._queued is None:
+            self._gather.finish(group, self._what)
+        elif not torch.cuda.is_current_stream_capturing():  # whoever begins to capture waits for the device
+            self._queued.wait(0.0)
+        self._queued = None
+
+    def comes(self, group: Group, seconds: float) -> bool:
+        """Whether the values are there within so many seconds."""
+        return self._queued is not None or self._gather.comes(group, self._what, seconds)
+
+    def fail(self, error: Exception) -> None:
+        """Whoever uses one of the parameters from now on is told why it has no values."""
+        self._move(GatherState.FAILED)
+        self._failure = copy.copy(error)
+
+    def _move(self, to: GatherState) -> None:
+        if to not in _NEXT_STATES[self.state]:
+            raise IllegalMove(f"{self._what} cannot go from {self.state.name} to {to.name}")
+        self.state = to
+
+
+class UpdateGathers:
+    """The gathers of one replica. Holds no module: a module may hold the replica."""
+
+    def __init__(self, module: nn.Module, units: Sequence[Any] | None, group: Group, device: torch.device) -> None:
+        """`units`: as the replica was given them."""
+        self._module = weakref.ref(module)
+        self._units = units
+        self._group = group
+        self._device = device
+        self._side = SideStream()
+        self._gathers: list[UpdateGather] = []
+        self._waiting: list[tuple[weakref.ref[nn.Module], list[UpdateGather]]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._lock = threading.RLock()
+        self._compiled_before = frames_compiled()
+        self._replayed = False  # something of the module may run that no hook of a module hears of
+        self._heeds_compiling: Callable[[], None] | None = None
+
+    def gather(self, gathers: Sequence[UpdateGather]) -> None:
+        """Gather these from now on: those before were of memory that parameters have no more."""
+        self._gathers = list(gathers)
+        module = self._module()
+        self._waiting = [] if module is None else _who_waits(module, self._units, self._gathers)
+
+    # ---- after an update
+
+    def follow_update(self) -> None:
+        """This rank's blocks have been updated: have those of all ranks in the parameters, at once or as soon as they
+        are used. All ranks call it."""
+        module = self._module()
+        if module is None or not self._can_wait():
+            self._gather_now()
+            return
+        for gather in self._gathers:
+            if self._group.transport.traits(self._device).stream_ordered:
+                gather.queue(self._group, self._side)
+            else:
+                gather.start(self._group)
+        opaque = _opaque_parameters(module)
+        with self._lock:
+            for gather in self._gathers:
+                if gather.unseen(opaque):
+                    gather.finish(self._group)
+                else:
+                    gather.make_pending(self._wait_for)
+            self._hook()
+
+    def _can_wait(self) -> bool:
+        """Whether there is something to win, and nobody who would not be noticed."""
+        traits = self._group.transport.traits(self._device)
+        if traits.single or traits.progress_on_caller:
+            return False
+        self._replayed = self._replayed or frames_compiled() != self._compiled_before
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return not self._replayed and not capturing
+
+    def _gather_now(self) -> None:
+        """Two at a time: they take memory."""
+        for gather, following in zip_longest(self._gathers, self._gathers[1:]):
+            if gather.state is GatherState.DONE:
+                gather.start(self._group)
+            if following is not None:
+                following.start(self._group)
+            gather.finish(self._group)
+
+    def _hook(self) -> None:
+        """Only while something is pending: modules with hooks are compiled and captured in another way."""
+        if not any(gather.state is GatherState.PENDING for gather in self._gathers):
+            return
+        for owner, gathers in self._waiting:
+            module = owner()
+            if module is not None and any(gather.state is GatherState.PENDING for gather in gathers):
+                hook = ModuleHook(self._before_forward, gathers)
+                self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+        self._heeds_compiling = before_compiling(self._before_compiling)
+
+    # ---- when a parameter is used
+
+    def wait(self) -> None:
+        """Have the values of all parameters."""
+        self._wait_for(*self._gathers)
+
+    def _wait_for(self, *gathers: UpdateGather) -> None:
+        if all(gather.state is GatherState.DONE for gather in gathers):
+            return
+        with self._lock:
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                self._replayed = True
+            for gather in gathers:
+                gather.finish(self._group)
+            if all(gather.state is GatherState.DONE for gather in self._gathers):
+                self._unhook()
+
+    def _before_forward(self, gathers: Sequence[UpdateGather], module: nn.Module, _: Any) -> None:
+        # What is evaluated may choose its kernels by whether a parameter is an ordinary one, also of modules inside.
+        self._wait_for(*(gathers if module.training else self._gathers))
+
+    def _before_compiling(self, _: Any) -> None:
+        self._replayed = True
+        self.wait()
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._heeds_compiling is not None:
+            self._heeds_compiling()
+            self._heeds_compiling = None
+
+    def close(self) -> None:
+        """The replica is let go of, and soon its group: complete what the ranks have yet to send each other. Parameters
+        that do not come within a moment raise when they are used."""
+        until = time.monotonic() + CLOSING_S
+        with self._lock:
+            for gather in self._gathers:
+                if gather.state is not GatherState.PENDING:
+                    continue
+                try:
+                    if not gather.comes(self._group, max(0.0, until - time.monotonic())):
+                        gather.fail(IllegalMove(_LET_GO))
+                        continue
+                    gather.finish(self._group)
+                except PacelineError as error:
+                    logger.warning("a replica was let go of before its last update was complete: %s", error)
+            self._unhook()
+
+
+_LET_GO = (
+    "the replica of this parameter was let go of before other ranks had sent their part of its last update; keep the "
+    "replica until all ranks have called optimizer.step()"
+)
+
+
+def _uses_of_memory(tensor: torch.Tensor) -> int:
+    """How many tensors look at the memory of this one, with the one that is made to ask."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def _who_waits(
+    module: nn.Module, chosen: Sequence[Any] | None, gathers: Sequence[UpdateGather]
+) -> list[tuple["weakref.ref[nn.Module]", list[UpdateGather]]]:
+    """The modules that wait before their forward, each with its gathers: a unit for all that it has, the module itself,
+    and others for what is their own."""
+    of = {id(param): gather for gather in gathers for param in gather.params}
+    units = set(find_units(module, chosen))
+    inside = {inner for unit in units for inner in unit.modules()} - units
+    found = []
+    for owner in module.modules():
+        if owner in inside:
+            continue
+        params = owner.parameters() if owner in units else owner._parameters.values()
+        needed = {id(param): of[id(param)] for param in params if id(param) in of}
+        if needed or owner is module:
+            found.append((weakref.ref(owner), list(dict.fromkeys(needed.values()))))
+    return found
+
+
+def _opaque_parameters(module: nn.Module) -> set[int]:
+    """The ids of parameters in modules that run as a whole, so that nobody hears of it when they use one."""
+    compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    found: set[int] = set()
+    left = [module]
+    while left:
+        one = left.pop()
+        graphed = "make_graphed" in getattr(one.__dict__.get("forward"), "__qualname__", "")
+        if graphed or one._compiled_call_impl is not None or isinstance(one, (torch.jit.ScriptModule, compiled)):
+            found.update(map(id, one.parameters()))
+        else:
+            left += [child for child in one._modules.values() if child is not None]
+    return found
