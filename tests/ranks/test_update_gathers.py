@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -228,11 +229,10 @@ def test_modules_wait_before_their_forward() -> None:
 @pytest.mark.usefixtures("small_pieces")
 def test_a_forward_waits_for_one_unit_after_another() -> None:
     def body(transport: Transport) -> list[int]:
-        net = mlp(*WIDTHS)
-        model, optimizer = wrap(transport, "zero1", net)
+        model, optimizer = wrap(transport)
         update(model, optimizer, transport.rank)
         left: list[int] = []
-        for layer in net[::2]:
+        for layer in list(model.module)[::2]:
             layer.register_forward_hook(lambda *_: left.append(len(pending(model))))
         model(draw(0, 2, 8))
         return left
@@ -283,11 +283,17 @@ def test_memory_that_others_look_at_is_filled_inside_the_step(keep: str) -> None
 
 @pytest.mark.usefixtures("small_pieces")
 def test_parameters_of_modules_that_run_as_a_whole_come_inside_the_step() -> None:
-    def body(transport: Transport) -> list[str]:
+    def make_graphed_forward(forward: Any) -> Any:
+        """As torch.cuda.make_graphed_callables replaces the forward of a module."""
+        return lambda x: forward(x)
+
+    def build() -> nn.Module:
         last = mlp(8, 300, 8)
         last[0].forward = make_graphed_forward(last[0].forward)
-        net = nn.Sequential(mlp(8, 300, 8), torch.jit.script(mlp(8, 300, 8)), last)
-        model, optimizer = wrap(transport, "zero1", net)
+        return nn.Sequential(mlp(8, 300, 8), torch.jit.script(mlp(8, 300, 8)), last)
+
+    def body(transport: Transport) -> list[str]:
+        model, optimizer = wrap(transport, "zero1", nets[transport.rank])
         model(draw(transport.rank, 4, 8)).square().mean().backward()
         optimizer.step()
         found = pending(model)
@@ -295,12 +301,10 @@ def test_parameters_of_modules_that_run_as_a_whole_come_inside_the_step() -> Non
         assert torch.equal(first, again)
         return found
 
-    def make_graphed_forward(forward: Any) -> Any:
-        """As torch.cuda.make_graphed_callables replaces the forward of a module."""
-        return lambda x: forward(x)
-
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
-        found = run(body, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is old
+        nets = [build() for _ in range(2)]
+    found = run(body, 2)
     assert found == [["0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias", "2.2.weight", "2.2.bias"]] * 2
 
 

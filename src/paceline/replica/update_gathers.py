@@ -138,7 +138,7 @@ class UpdateGather:
 
     def comes(self, group: Group, seconds: float) -> bool:
         """Whether the values are there within so many seconds."""
-        return self._queued is not None or self._gather.comes(group, self._what, seconds)
+        return self._queued is not None or self._gather.comes(group, self._what, max(seconds, 0.0))
 
     def fail(self, error: Exception) -> None:
         """Whoever uses one of the parameters from now on is told why it has no values."""
@@ -165,6 +165,7 @@ class UpdateGathers:
         self._waiting: list[tuple[weakref.ref[nn.Module], list[UpdateGather]]] = []
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.RLock()
+        self._thread = 0  # that makes the updates
         self._compiled_before = frames_compiled()
         self._replayed = False  # something of the module may run that no hook of a module hears of
         self._heeds_compiling: Callable[[], None] | None = None
@@ -189,6 +190,7 @@ class UpdateGathers:
                 gather.queue(self._group, self._side)
             else:
                 gather.start(self._group)
+        self._thread = threading.get_ident()
         opaque = _opaque_parameters(module)
         with self._lock:
             for gather in self._gathers:
@@ -261,27 +263,18 @@ class UpdateGathers:
             self._heeds_compiling = None
 
     def close(self) -> None:
-        """The replica is let go of, and soon its group: complete what the ranks have yet to send each other. Parameters
-        that do not come within a moment raise when they are used."""
-        until = time.monotonic() + CLOSING_S
+        """The replica is let go of, and soon its group: complete what ranks have yet to send each other. What does not
+        come within a moment stays pending."""
+        # Python may let go of a replica on any thread, such as that of another rank: it cannot wait there for itself.
+        until = time.monotonic() + (CLOSING_S if threading.get_ident() == self._thread else 0.0)
         with self._lock:
             for gather in self._gathers:
-                if gather.state is not GatherState.PENDING:
-                    continue
                 try:
-                    if not gather.comes(self._group, max(0.0, until - time.monotonic())):
-                        gather.fail(IllegalMove(_LET_GO))
-                        continue
-                    gather.finish(self._group)
+                    if gather.state is GatherState.PENDING and gather.comes(self._group, until - time.monotonic()):
+                        gather.finish(self._group)
                 except PacelineError as error:
                     logger.warning("a replica was let go of before its last update was complete: %s", error)
             self._unhook()
-
-
-_LET_GO = (
-    "the replica of this parameter was let go of before other ranks had sent their part of its last update; keep the "
-    "replica until all ranks have called optimizer.step()"
-)
 
 
 def _uses_of_memory(tensor: torch.Tensor) -> int:
