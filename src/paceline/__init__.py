@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint import Checkpointer, NoCheckpoint, Preemption, digest, export_weights
     from paceline.collectives.checked import all_gather, all_reduce, barrier, broadcast
     from paceline.data import DistributedSampler, Loader, SampleLog
+    from paceline.elastic.elastic import Elastic
     from paceline.memory_plan.of_model import plan
     from paceline.replica.agreement import Agreement
     from paceline.replica.ddp import DistributedDataParallel
@@ -19,6 +20,7 @@ __all__ = [
     "Checkpointer",
     "DistributedDataParallel",
     "DistributedSampler",
+    "Elastic",
     "Loader",
     "NoCheckpoint",
     "Preemption",
@@ -41,6 +43,7 @@ _HOMES = {
     "Checkpointer": "checkpoint",
     "DistributedDataParallel": "replica.ddp",
     "DistributedSampler": "data.sampler",
+    "Elastic": "elastic.elastic",
     "Loader": "data",
     "NoCheckpoint": "checkpoint",
     "Preemption": "checkpoint",
@@ -58,7 +61,19 @@ _HOMES = {
     "shutdown": "start",
 }
 _FOLDERS = (
-    *("agree", "bucket_plan", "checkpoint", "collectives", "data", "errors", "faults", "kernels", "launch", "layout"),
+    *(
+        "agree",
+        "bucket_plan",
+        "checkpoint",
+        "collectives",
+        "data",
+        "elastic",
+        "errors",
+        "faults",
+        "kernels",
+        "launch",
+        "layout",
+    ),
     *("memory_plan", "observe", "placement", "progress", "randomness", "reducer", "replica", "start", "strategies"),
     *("trace", "world"),
 )

@@ -10,6 +10,7 @@ PUBLIC = [
     "Checkpointer",
     "DistributedDataParallel",
     "DistributedSampler",
+    "Elastic",
     "Loader",
     "NoCheckpoint",
     "Preemption",

@@ -63,6 +63,10 @@ class Transaction:
         left = StepMark.TORN if self.mark in (StepMark.UPDATING, StepMark.TORN) else StepMark.WHOLE
         self._move(set(StepMark) - {StepMark.NEW}, left, "the end of a failed attempt")
 
+    def tear(self) -> None:
+        """All state of this rank is about to be replaced."""
+        self._move({StepMark.NEW, StepMark.WHOLE, StepMark.TORN}, StepMark.TORN, "replacing the state")
+
     def take(self, step: int) -> None:
         """This rank has the whole state of a rank, or of a checkpoint, that had committed so many steps."""
         self._move({StepMark.NEW, StepMark.WHOLE, StepMark.TORN}, StepMark.WHOLE, "taking the state of another rank")

@@ -1,0 +1,231 @@
+"""`Elastic`: what a script wraps its steps in, so that training outlives the ranks that it runs on."""
+
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.checkpoint import Checkpointer
+from paceline.collectives.checked import named_barrier
+from paceline.collectives.group import Group
+from paceline.collectives.wait import EventWork
+from paceline.elastic.before_attempt import BeforeAttempt
+from paceline.elastic.declared import Declared
+from paceline.elastic.generations import Generations
+from paceline.elastic.joining import Joining
+from paceline.elastic.losses import describe_loss, follows_loss
+from paceline.elastic.regroup import ask_regroup, asked_regroup
+from paceline.elastic.transaction import Transaction
+from paceline.elastic.undeclared import UndeclaredReplicas, UpdateWatch
+from paceline.errors import PeerLost, WorldNotFormed
+from paceline.member import Member
+from paceline.member_messages import MemberFailed, MemberFinished
+from paceline.progress import Phase, own_progress
+from paceline.replica.membership import discard
+
+logger = logging.getLogger("paceline")
+
+
+class Elastic:
+    """Lets training outlive its ranks.
+
+        run = paceline.Elastic(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+        batches = loader.endless()
+        while run.step < steps:
+            with run.attempt():
+                for microbatch in model.lanes(next(batches), run.step):
+                    loss(model, microbatch).backward()
+                with run.commit():
+                    optimizer.step()
+                    scheduler.step()
+                optimizer.zero_grad()
+        run.finish()
+
+    Started by `paceline run --ranks 2:8 train.py`, the ranks of the job come and go. When one dies, the others keep
+    their state in memory, drop the step that they were in, meet again without it and redo that step. A rank that is new
+    takes everything from one that was there before. With `lanes=` the result is the same, bit for bit, as if nothing
+    had happened. Without that launcher the same loop runs in a world that stays as it is.
+
+    Declare all that changes from step to step, under any name: models, optimizers, schedulers, loaders, samplers,
+    GradScaler, averages of weights, and whatever has `state_dict()` and `load_state_dict()`. A `Checkpointer`, given as
+    `checkpoints=`, is where training begins if it has a snapshot, and where it goes on if no rank has a whole state any
+    more; it must have been saved with the names that are declared here: `checkpoints.save(run.step, **run.declared)`.
+
+    Whatever talks to other ranks goes inside an attempt: reading batches, the step, evaluation, saving a checkpoint. An
+    attempt that a lost rank ends is left without an error, before or after its commit, and the loop goes on from
+    `run.step`. So what must not be left out at the end of an attempt goes into one of its own, without a commit, and is
+    tried until it is done.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        checkpoints: Checkpointer | None = None,
+        backend: str | None = None,
+        **more: Any,
+    ) -> None:
+        """`backend`: of the process group of each generation; None: gloo, and NCCL for tensors on a CUDA device."""
+        things = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, **more}
+        self._declared = Declared({**things, "checkpoints": checkpoints})
+        self._transaction = Transaction()
+        self._before = BeforeAttempt(self._declared.modules, self._declared.device)
+        self._strangers = UndeclaredReplicas(self._declared.replicas)
+        self._regroups = False  # members wait to join: this generation ends with the attempt
+        self._apart = False  # an error of the script has ended this rank's part in its generation
+        member = Member.own()
+        self._generations = None if member is None else Generations(member, backend, self._declared.device)
+        self._joining = Joining(self._declared, self._transaction, self._before, checkpoints, self._generations)
+        self._group = self._joining.begin()
+        self._updates = UpdateWatch(self._transaction, self._declared.optimizers)
+
+    @property
+    def step(self) -> int:
+        """How many steps were committed."""
+        return self._transaction.step
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that this rank is in. It changes when ranks leave or come; -1 where none can."""
+        return -1 if self._generations is None else self._generations.number
+
+    @property
+    def declared(self) -> Mapping[str, Any]:
+        """What was declared and has a state, by name: all that a checkpoint of this run has to hold."""
+        return dict(self._declared.stateful)
+
+    def attempt(self) -> "Attempt":
+        """`with run.attempt():` around one step, or whatever else talks to other ranks."""
+        return Attempt(self)
+
+    def commit(self) -> "Commit":
+        """`with run.commit():` around the update of a step, inside its attempt. Afterwards the step counts."""
+        return Commit(self)
+
+    def finish(self) -> None:
+        """Training is over on all ranks: from here on none of them is replaced. All ranks call it, once."""
+        met = False
+        while not met:
+            try:
+                with self.attempt():
+                    if dist.is_initialized() and dist.get_world_size() > 1:
+                        named_barrier("Elastic.finish()", group=None, timeout=None)
+                    met = True
+            except WorldNotFormed:
+                if self._generations is None or not self._generations.member.finished:
+                    raise
+                met = True  # the others have, and this rank was as far as they were
+        if self._generations is not None:
+            self._generations.member.send(MemberFinished(self._generations.number, self.step))
+            self._generations.close()
+        self._updates.close()
+
+    # ---- an attempt
+
+    def _begin_attempt(self) -> None:
+        if self._apart:  # the script has caught its error, and goes on
+            self._join()
+        self._transaction.begin_attempt()
+        own_progress().note(Phase.BETWEEN, self.step)
+        self._before.keep()
+        self._strangers.note()
+        if self._generations is not None and self._generations.wants_regroup:
+            ask_regroup(self._declared.replicas)
+
+    def _end_attempt(self, error: BaseException | None) -> bool:
+        """The attempt was left, by `error` or without one. Returns whether the error is dealt with."""
+        generations = self._generations
+        if error is None:
+            self._transaction.end_attempt()
+            if self._regroups:
+                self._join()
+            return False
+        if generations is None:
+            self._drop(discards=False)
+            return False
+        if follows_loss(error, generations):
+            step, mark = self.step, self._transaction.mark
+            self._drop(discards=True)
+            logger.warning("%s", describe_loss(error, step, mark))
+            self._join()
+            return True
+        self._drop(discards=True)
+        if isinstance(error, Exception):
+            reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+            generations.member.send(MemberFailed(generations.number, self.step, reason))
+            self._apart = True
+        return False
+
+    def _drop(self, *, discards: bool) -> None:
+        """What the attempt has changed beside the update is as it was."""
+        self._transaction.drop()
+        for replica in self._declared.replicas if discards else ():
+            discard(replica)
+        self._declared.go_back()
+        self._before.put_back()
+        self._updates.forget()
+
+    def _join(self) -> None:
+        self._group = self._joining.join()
+        self._regroups = self._apart = False
+
+    # ---- a commit
+
+    def _begin_commit(self) -> None:
+        if self._group is not None and self._declared.device.type == "cuda":
+            self._await_sums(self._group)
+        self._strangers.check()
+        self._transaction.begin_update()
+
+    def _await_sums(self, group: Group) -> None:
+        """What is queued behind a collective that is aborted runs on the sums that it has left: so the host has to know
+        that they are complete, and that nobody had left when they were."""
+        event = torch.cuda.current_stream(self._declared.device).record_event()
+        group.wait(EventWork(event), f"the sums of step {self.step}")
+        if self._generations is not None and self._generations.over:
+            raise PeerLost(f"a member left generation {self.generation} before step {self.step} was committed")
+
+    def _end_commit(self) -> None:
+        self._declared.commit(self.step + 1)
+        self._transaction.end_update()
+        own_progress().note(Phase.BETWEEN, self.step)
+        if (generations := self._generations) is not None:
+            alone = self._group is not None and self._group.size == 1
+            self._regroups = generations.wants_regroup if alone else asked_regroup(self._declared.replicas)
+
+
+class Attempt:
+    """What `run.attempt()` returns."""
+
+    def __init__(self, run: Elastic) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._run._begin_attempt()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self._run._end_attempt(error)
+
+
+class Commit:
+    """What `run.commit()` returns."""
+
+    def __init__(self, run: Elastic) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._run._begin_commit()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._run._end_commit()

@@ -1,0 +1,95 @@
+"""The generations that this member goes through: how it leaves one, waits for the next, and forms its group."""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.group import Group
+from paceline.collectives.peers import Identity
+from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.elastic.transaction import Transaction
+from paceline.errors import WorldNotFormed
+from paceline.member import Member
+from paceline.member_messages import NEVER, Ended, Generation, MemberFormed, MemberReady
+from paceline.start.elastic_world import form_generation, leave_generation
+
+logger = logging.getLogger("paceline")
+
+ABORT_S = 10.0
+
+
+class Generations:
+    """This process as a member: the generation that it is in now, and the group of it."""
+
+    def __init__(self, member: Member, backend: str | None, device: torch.device) -> None:
+        self.member = member
+        self.number = NEVER  # the newest that it has entered, or tried to
+        self._backend = backend
+        self._device = device
+        self._others: tuple[Identity, ...] = ()
+        self._aborting: threading.Thread | None = None
+        self._aborts: Callable[[], None] = lambda: None
+        self._stop_watching = member.on_ended(self._on_ended) if device.type == "cuda" else lambda: None
+
+    @property
+    def over(self) -> bool:
+        """Whether a member has left the generation that this one is in."""
+        return bool(self.member.ended(self.number))
+
+    @property
+    def wants_regroup(self) -> bool:
+        """Whether others wait to join."""
+        return self.member.wants_regroup(self.number)
+
+    def enter_next(self, transaction: Transaction) -> tuple[Generation, Group]:
+        """Leave the generation, say where this rank stands, and form the group of the next one that it belongs to.
+
+        Raises PeerLost when a member of that one leaves meanwhile: then there will be another.
+        """
+        self._leave()
+        self.member.send(MemberReady(self.number, transaction.step, transaction.whole))
+        generation = self.member.await_generation(self.number)
+        self.number = generation.number
+        self._others = form_generation(self.member, generation, self._backend, self._device)
+        group = dist.group.WORLD
+        assert group is not None
+        return generation, Group(TorchDistTransport(group), owned=False)
+
+    def formed(self, aborts: Callable[[], None]) -> None:
+        """The state of this rank is that of the others. `aborts` ends what its replicas have under way on a device."""
+        self._aborts = aborts
+        self.member.send(MemberFormed(self.number))
+
+    def close(self) -> None:
+        """Go through no more of them."""
+        self._stop_watching()
+
+    # ---- a device, whose host may be blocked in a collective by the time that a peer is gone
+
+    def _on_ended(self, ended: Ended) -> None:
+        if ended.generation == self.number and self._aborting is None and dist.is_initialized():
+            self._aborting = threading.Thread(target=self._abort, name="paceline abort", daemon=True)
+            self._aborting.start()
+
+    def _abort(self) -> None:
+        group = dist.group.WORLD
+        backend: Any = None if group is None else group._get_backend(self._device)
+        if hasattr(backend, "abort"):
+            backend.abort()
+        self._aborts()
+
+    def _leave(self) -> None:
+        aborting, self._aborting = self._aborting, None
+        if aborting is not None:
+            aborting.join(ABORT_S)
+            if aborting.is_alive():
+                raise WorldNotFormed(
+                    f"member {self.member.id}: the communicator of generation {self.number} could not be aborted "
+                    f"within {ABORT_S:g} s, so this process cannot go on; the launcher replaces it"
+                )
+        leave_generation(self._others)
+        self._others = ()

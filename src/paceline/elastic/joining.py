@@ -1,0 +1,126 @@
+"""How a member becomes a rank of the next generation, with the state that this generation goes on from."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.checkpoint import Checkpointer, NoCheckpoint
+from paceline.collectives.group import Group
+from paceline.elastic.before_attempt import BeforeAttempt
+from paceline.elastic.declared import Declared
+from paceline.elastic.generations import Generations
+from paceline.elastic.healing import RankState, compare_standing, heal, source_of
+from paceline.elastic.losses import LOSSES
+from paceline.elastic.transaction import Transaction
+from paceline.errors import WorldNotFormed
+from paceline.member_messages import Generation
+from paceline.progress import Phase, own_progress
+from paceline.replica.membership import enter_generation
+
+logger = logging.getLogger("paceline")
+
+
+class Joining:
+    """Brings what a script has declared from one generation into the next."""
+
+    def __init__(
+        self,
+        declared: Declared,
+        transaction: Transaction,
+        before: BeforeAttempt,
+        checkpoints: Checkpointer | None,
+        generations: Generations | None,
+    ) -> None:
+        self._declared = declared
+        self._transaction = transaction
+        self._before = before
+        self._checkpoints = checkpoints
+        self._generations = generations
+
+    def begin(self) -> Group | None:
+        """Before the first step: the first generation, or the newest checkpoint of a world that stays as it is."""
+        if self._generations is not None:
+            self._check()
+            return self.join()
+        if not self._take_newest():
+            self._transaction.take(0)
+        return None
+
+    def join(self) -> Group:
+        """Become a rank of the next generation. Returns the group of its ranks."""
+        generations = self._generations
+        assert generations is not None
+        while True:
+            try:
+                generation, group = generations.enter_next(self._transaction)
+                self._enter(generation, group)
+                generations.formed(self._abort)
+            except LOSSES as error:  # a member has left while it formed, so there will be another
+                logger.info("generation %d was not formed: %s", generations.number, error)
+                continue
+            own_progress().note(Phase.BETWEEN, self._transaction.step)
+            return group
+
+    def _check(self) -> None:
+        most = os.environ.get("WORLD_SIZE", "1")
+        replicas: Sequence[Any] = self._declared.replicas
+        self._declared.check_replicas(int(most) if most.isdigit() else 1)
+        assert self._generations is not None
+        if self._generations.member.id == 0 and any(replica._lane_count is None for replica in replicas):
+            logger.warning(
+                "without lanes= the result of a step depends on how many ranks make it, so this run may have other "
+                "bits when ranks have come or gone; pass lanes= to DistributedDataParallel for the same in every world"
+            )
+
+    def _enter(self, generation: Generation, group: Group) -> None:
+        """The group has formed: all that was declared moves to it."""
+        for thing in self._declared.followers:
+            thing.follow_group()
+        for replica in self._declared.replicas:
+            enter_generation(replica)
+        mark = self._transaction
+        ranks = compare_standing(group, mark.step, whole=mark.whole, declared=self._declared)
+        source = source_of(ranks)
+        if source is None and self._take_newest():
+            return
+        if source is None and generation.source is not None:  # nobody has trained yet
+            source = generation.rank_of(generation.source)
+        if source is None:
+            raise WorldNotFormed(
+                "no rank that is left has the whole state of a step, and there is no checkpoint to go on from: pass "
+                "checkpoints=paceline.Checkpointer(...) to paceline.Elastic, and save"
+            )
+        top = ranks[source]
+        if not top.whole or any(rank != top for rank in ranks):
+            behind = group.rank != source and ranks[group.rank] != RankState(top.step, whole=True)
+            if behind:
+                mark.tear()  # until all of it is there
+            heal(group, self._declared, source, behind=behind)
+        self._go_on(top.step)
+
+    def _take_newest(self) -> bool:
+        """Go on from the newest checkpoint, if there is one. All ranks call it."""
+        if self._checkpoints is None:
+            return False
+        self._transaction.tear()
+        try:
+            found = self._checkpoints.load("compared", **self._declared.stateful)
+        except NoCheckpoint as error:
+            if error.skipped:
+                raise
+            return False
+        self._go_on(found.step)
+        return True
+
+    def _go_on(self, step: int) -> None:
+        self._before.forget()
+        self._transaction.take(step)
+        for replica in self._declared.replicas:
+            replica._core.step_state.took(step)
+
+    def _abort(self) -> None:
+        """On a device: end what replicas have under way, whatever rank it waits for."""
+        for replica in self._declared.replicas:
+            if hasattr(replica._transport, "abort"):
+                replica._transport.abort()

@@ -1,0 +1,85 @@
+"""What a script trains and has not declared would be lost, or updated twice, when a rank goes on from the state of
+another. It is refused when it is found: an optimizer before its update, a replica before the commit.
+"""
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from paceline.elastic.transaction import StepMark, Transaction
+from paceline.errors import IllegalMove, UsageError
+from paceline.replica.live import all_replicas
+
+
+class UpdateWatch:
+    """Looks at every optimizer step of this process: it belongs inside `commit()`, by an optimizer that is declared."""
+
+    def __init__(self, transaction: Transaction, optimizers: Collection[Optimizer]) -> None:
+        self._transaction = transaction
+        self._declared = {id(optimizer) for optimizer in optimizers}
+        self._stepping = 0  # an optimizer may step inside another's step, which is the one that was declared
+        own = weakref.ref(self)
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if (watch := own()) is not None:
+                watch._before(optimizer)
+
+        def after(*_: Any) -> None:
+            if (watch := own()) is not None:
+                watch._stepping -= 1
+
+        self._hooks = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+
+    def close(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def forget(self) -> None:
+        """An update was left by an exception."""
+        self._stepping = 0
+
+    def _before(self, optimizer: Optimizer) -> None:
+        if not self._stepping and id(optimizer) not in self._declared:
+            raise UsageError(
+                f"a {type(optimizer).__name__} was about to step that paceline.Elastic does not know of, so a rank "
+                f"that takes over the state of another would lack what it changes: declare it, as in "
+                f"Elastic(model=model, optimizer=optimizer, second_optimizer=...)"
+            )
+        if not self._stepping and self._transaction.mark is not StepMark.UPDATING:
+            raise IllegalMove(
+                f"{type(optimizer).__name__}.step() was called outside of `with run.commit():`, so it would not be "
+                f"known whether step {self._transaction.step} was made: call it there, as scheduler.step()"
+            )
+        self._stepping += 1
+
+
+class UndeclaredReplicas:
+    """Finds replicas that are trained in an attempt beside those that were declared."""
+
+    def __init__(self, declared: Sequence[Any]) -> None:
+        self._declared = declared
+        self._begun = 0
+
+    def note(self) -> None:
+        """An attempt begins."""
+        self._begun = sum(replica._core.reductions_begun for replica in self._others())
+
+    def check(self) -> None:
+        """Raise UsageError if one has reduced gradients since."""
+        others = self._others()
+        if sum(replica._core.reductions_begun for replica in others) > self._begun:
+            names = ", ".join(sorted({type(replica.module).__name__ for replica in others}))
+            raise UsageError(
+                f"a replica is trained that paceline.Elastic does not know of ({names}), so a rank that is new would "
+                f"lack its state: declare it, as in Elastic(model=model, critic=critic, ...)"
+            )
+
+    def _others(self) -> list[Any]:
+        return [one for one in all_replicas() if not any(one is known for known in self._declared)]
