@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import ReplicaDrift, UsageError
+from paceline.errors import ReplicaDrift, UsageError, WrongGradients
 from paceline.reducer.unreduced import first_with_gradient
 from paceline.replica.agreement import Agreement
 from tests.gpu.ranks import on_nccl
@@ -78,6 +78,37 @@ def drifts(rank: int, size: int) -> None:
 def test_drift_and_not_finite_on_a_gpu(procs: Any, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     procs(2).run(on_nccl, store, "cpu:gloo,cuda:nccl", drifts, group=False, deadline_s=120)
+
+
+def audited(rank: int, size: int, bad: int | None) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model: Any = DDP(net(), lanes=LANES, seed=9, bucket_cap_mb=0.02, agreement=Agreement(audit_every=1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if rank == bad:
+        model.module[3].weight.register_hook(lambda grad: torch.where(grad == grad.max(), 2 * grad, grad))
+
+    def steps() -> None:
+        for step in range(2 * LANES):
+            for x in model.lanes([draw(100 * step + lane, 16, 64).cuda() for lane in model.own_lanes], step):
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = model(x).square().mean()
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if bad is None:
+        steps()
+        return
+    with pytest.raises(WrongGradients, match=f"rank {bad} computes wrong") as caught:
+        steps()
+    assert caught.value.tensor == "3.weight"
+
+
+@pytest.mark.parametrize("bad", [None, 1])
+def test_audits_on_a_gpu(procs: Any, tmp_path: Path, bad: int | None) -> None:
+    store = str(tmp_path / "store")
+    procs(3).run(on_nccl, store, "cpu:gloo,cuda:nccl", audited, bad, group=False, deadline_s=120)
 
 
 def waits_and_captures(rank: int, size: int, store: str) -> None:

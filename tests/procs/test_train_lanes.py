@@ -72,6 +72,7 @@ def test_every_world_and_every_resume_gives_the_same_bits(procs: Pool, text: str
         )
         for size, transport in ((1, "auto"), (2, "shm"), (3, "shm"), (2, "torch"))
     }
+    found[2, "audited"] = trained(procs, 2, replace(config, audit_every=2, out=str(tmp_path / "audited")))
     half = replace(config, out=str(tmp_path / "resumed"))
     assert len(trained(procs, 2, replace(half, steps=3))[1]) == 4  # three steps and an evaluation
     found[3, "resumed"] = trained(procs, 3, half)

@@ -24,18 +24,17 @@ def text_of(document: str) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def python_blocks() -> list[str]:
+def python_blocks(document: str) -> list[str]:
     # Importing these takes seconds; tests/clients trains with their blocks.
     frameworks = re.compile("lightning|transformers")
-    texts = [text_of(document) for document in ("README.md", *PAGES)]
-    return [block for text in texts for block in BLOCK.findall(text) if not frameworks.search(block)]
+    return [block for block in BLOCK.findall(text_of(document)) if not frameworks.search(block)]
 
 
 def references() -> list[tuple[str, str]]:
     return REFERENCE.findall(text_of("ARCHITECTURE.md"))
 
 
-# One process loads torch, and each block runs in a fork of it, as the first thing that is done with torch there.
+# For each document a process loads torch, and each block runs in a fork of it, as the first that uses torch there.
 RUN_BLOCKS = """
 import json, os, sys, traceback
 import torch, torch.distributed, torch.utils.data
@@ -61,15 +60,15 @@ print(json.dumps(codes))
 
 
 @pytest.fixture(scope="module")
-def blocks_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A folder with one for each block, and the exit codes."""
+def blocks_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """Of one document: a folder with one for each block, and the exit codes."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {name: value for name, value in os.environ.items() if name not in launcher}
     environ |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     folder = tmp_path_factory.mktemp("documents")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUN_BLOCKS],
-        input=json.dumps(python_blocks()),
+        input=json.dumps(python_blocks(request.param)),
         cwd=folder,
         env=environ,
         capture_output=True,
@@ -80,7 +79,11 @@ def blocks_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("number", range(len(python_blocks())))
+@pytest.mark.parametrize(
+    ("blocks_run", "number"),
+    [(document, number) for document in ("README.md", *PAGES) for number in range(len(python_blocks(document)))],
+    indirect=["blocks_run"],
+)
 def test_a_python_block_of_the_documents_runs(number: int, blocks_run: tuple[Path, list[int]]) -> None:
     folder, codes = blocks_run
     assert codes[number] == 0, (folder / str(number) / "output").read_text()

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import hooks_cost
 from benchmarks.agreement_cost import AgreementReport, AgreementSpec, agreement_report, agreement_tables
+from benchmarks.audits_cost import AuditsSpec, audits_report, audits_tables
 from benchmarks.draw import CHARTS, draw
 from benchmarks.hooks_cost import HooksReport, HooksRow, HooksSpec, hooks_tables
 from benchmarks.lanes_cost import LanesReport, LanesSpec, lanes_report, lanes_tables
@@ -286,6 +287,16 @@ def test_lanes_are_judged_by_what_is_allowed() -> None:
     made.points[1].contenders[0].state = "failed"
     assert exit_code(made) == 1
     assert "paceline, 8 lanes on 8: failed" in render(lanes_tables(made)[0])
+
+
+def test_an_audit_is_shown_in_lanes() -> None:
+    spec = AuditsSpec(lanes="8", ranks=2)
+    made = audits_report(spec, [of_ourselves(spec.at(8), {"lanes": 80.0, "lanes-audited": 104.0})])
+    (row,) = made.rows
+    assert [row.ratio.value, row.of_a_lane, row.ratio_of_run] == pytest.approx([1.3, 1.2, 1.003])
+    assert "1.0030" in render(audits_tables(made)[0])
+    with pytest.raises(UsageError, match="expected multiples of ranks=2, got 3"):
+        AuditsSpec(lanes="3")
 
 
 def test_checks_are_judged_over_all_starts() -> None:

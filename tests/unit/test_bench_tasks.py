@@ -31,6 +31,7 @@ def test_steps_are_timed_one_by_one_or_a_burst_at_once() -> None:
         ("agreement", {"agreement": Agreement(state_every=64, not_finite="skip")}),
         ("agreement:state_every=1", {"agreement": Agreement(state_every=1, not_finite="skip")}),
         ("no-agreement", {"agreement": Agreement(state_every=0, not_finite="keep")}),
+        ("lanes-audited:audit_every=3", {"lanes": 8, "seed": 3, "agreement": Agreement(audit_every=3)}),
     ],
 )
 def test_what_the_model_is_wrapped_with_follows_from_the_name(label: str, expected: dict[str, Any]) -> None:

@@ -43,6 +43,8 @@ def test_explicit_shapes_win_over_the_size() -> None:
         ({"dropout": 1.0}, r"dropout=1.0: expected 0 to 0.9"),
         ({"keep": 1}, r"keep=1: expected 2 to 1000"),
         ({"width": 100, "heads": 3}, r"width=100 and heads=3: expected a width divisible"),
+        ({"audit_every": 5, "lanes": 0}, r"audit_every=5 with lanes=0 .* expected lanes"),
+        ({"audit_every": 5, "placement": "zero3"}, r"placement='zero3': expected lanes, .* other than zero3"),
         ({"audit": "yes"}, r"audit='yes': expected true or false"),
         ({"stepz": 1}, r"'stepz' is not a setting: expected one of accumulate"),
     ],

@@ -105,6 +105,13 @@ class TrainConfig:
         choices=("raise", "heal"),
         group="Failures",
     )
+    audit_every: int = option(
+        0,
+        "steps between audits, in which another rank computes one lane again and a third decides if they differ; "
+        "0: none",
+        low=0,
+        group="Failures",
+    )
     max_restarts: int = option(
         0, "how often the run may be restarted after a failure", low=0, high=1000, group="Failures"
     )
@@ -117,7 +124,7 @@ class TrainConfig:
         {
             *("ranks", "steps", "decay_steps", "eval_every", "eval_samples", "sample", "save_every", "save_seconds"),
             *("keep", "resume", "transport", "device", "threads", "audit", "trackers", "check_every", "on_drift"),
-            *("max_restarts", "out", "compile", "placement"),
+            *("audit_every", "max_restarts", "out", "compile", "placement"),
         }
     )
 
@@ -126,6 +133,11 @@ class TrainConfig:
         shape = self.shape
         if shape.width % shape.heads:
             raise ConfigError(f"width={shape.width} and heads={shape.heads}: expected a width divisible by the heads")
+        if self.audit_every and (not self.lanes or self.placement == "zero3"):
+            raise ConfigError(
+                f"audit_every={self.audit_every} with lanes={self.lanes} and placement={self.placement!r}: expected "
+                f"lanes, which one rank can run alone: --lanes 8, and a --placement other than zero3"
+            )
 
     @property
     def shape(self) -> Shape:

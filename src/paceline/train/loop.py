@@ -113,6 +113,7 @@ def train_step(run: Run, lanes: list[list[Sample]]) -> tuple[torch.Tensor, torch
     set_rate(run.optimizer, rate_at(run.step, config))
     if config.lanes:
         losses = [forward_backward(run, microbatches) for microbatches in run.model.lanes(lanes, run.step)]
+        del losses[len(lanes) :]  # of another rank's lane, run once more for an audit
     else:
         if config.dropout:  # masks follow from the step and the rank, so a resumed run draws the same ones
             torch.manual_seed(paceline.randomness.mixed(config.seed, run.step, run.world.rank))
@@ -170,6 +171,7 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
         agreement=paceline.Agreement(
             state_every=config.check_every,
             drift=config.on_drift,
+            audit_every=config.audit_every,
             not_finite="skip",
             capsules=folder.capsules if config.placement != "zero3" else None,  # they take whole parameters
             about={"train": asdict(config)},

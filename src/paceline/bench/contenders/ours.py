@@ -27,6 +27,7 @@ PLACEMENTS = ("zero1", "zero2", "zero3")
 CHECKS: dict[str, dict[str, Any]] = {
     "agreement": {"state_every": 64, "not_finite": "skip"},
     "no-agreement": {"state_every": 0, "not_finite": "keep"},
+    "lanes-audited": {"audit_every": 1},
 }
 
 

@@ -88,11 +88,10 @@ class StepTask(GroupTask):
             with trainee.no_sync() if index < count - 1 else nullcontext():
                 began = self._mark()
                 loss = trainee.forward(x, y)
-                if count > 1:
+                if index < count:  # and not another rank's lane, run once more for an audit
                     total += loss.detach() / count
-                    loss = loss if trainee.divides_loss else loss / count
-                else:
-                    total = loss.detach()
+                if count > 1 and not trainee.divides_loss:
+                    loss = loss / count
                 between = self._mark()
                 trainee.backward(loss)
                 ended = self._mark()
