@@ -14,6 +14,7 @@ PacelineError
 │   ├── PeerLost                          a rank died; `ranks` names it
 │   ├── PeerAbsent        (TimeoutError)  a rank did not come before `timeout=`
 │   ├── BackwardAborted                   the backward ended with an exception on another rank
+│   ├── MessageDamaged                    what a rank has sent is not what came to another
 │   └── CollectiveMismatch                ranks issued different collectives
 ├── BucketsTooLarge       (MemoryError)   there is not enough memory for the gradients
 ├── SharedMemoryFull      (MemoryError)   there is not enough memory for what ranks of one host share
@@ -133,6 +134,10 @@ class PeerAbsent(CollectiveError, TimeoutError):
 
 class BackwardAborted(CollectiveError):
     """The backward ended with an exception on another rank, so this step has no gradients."""
+
+
+class MessageDamaged(CollectiveError):
+    """What was received is not what was sent. `ranks` are the senders, and no rank has used it."""
 
 
 class CollectiveMismatch(CollectiveError):

@@ -48,11 +48,12 @@ class Mode(Enum):
 
 
 class Abort(Enum):
-    """Why a rank has no gradients for a reduction that the others wait for."""
+    """Why a rank has no gradients that could be used, for a reduction that the others wait for."""
 
     NO = 0
     EXCEPTION = 1  # its backward ended with an exception
     THREADS = 2  # two of its threads ran a backward at once
+    DAMAGED = 3  # what another rank has sent is not what has come
 
 
 @dataclass(frozen=True, slots=True)

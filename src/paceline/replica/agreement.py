@@ -32,6 +32,9 @@ class Agreement:
             more there: see `DistributedDataParallel.repeats_lane`.
         audit: what to do when they differ, and a third rank has decided who is wrong. "raise" on every rank, before the
             update, or "warn" and continue.
+        checksums: in lanes over torch.distributed on hosts, compare every slice of a bucket that ranks send each other
+            with what has come. One that was damaged on its way is a `MessageDamaged` on every rank, which names the
+            sender and the bucket, before anything is used. Shared memory and devices have other protection.
         capsules: a folder for failure capsules. What the step was given is written there when replicas drift, a
             gradient is not finite, or forward or backward raises; `paceline replay FILE` runs it again. Set it on all
             ranks or on none. A process writes the first 8 capsules of each kind of finding.
@@ -45,6 +48,7 @@ class Agreement:
     patience: int = 10
     audit_every: int = 0
     audit: str = "raise"
+    checksums: bool = False
     capsules: str | Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,6 +60,8 @@ class Agreement:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"Agreement({name}={value!r}): expected a whole number of at least {least}")
+        if type(self.checksums) is not bool:
+            raise UsageError(f"Agreement(checksums={self.checksums!r}): expected true or false")
         if self.trust is not None and (type(self.trust) is not int or self.trust < 0):
             raise UsageError(f"Agreement(trust={self.trust!r}): expected a rank, or None")
 

@@ -37,7 +37,7 @@ from paceline.replica.units import Units, make_units
 from paceline.replica.update_gathers import UpdateGathers
 from paceline.strategies.cast import mean_in
 from paceline.strategies.fixed_order import FixedOrder
-from paceline.strategies.lane_sum import LaneSum
+from paceline.strategies.lane_sum import LaneSum, OnDamage
 from paceline.strategies.scatter_mean import HybridMean, ScatterMean
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _show_progress() -> None:
 def reduction_of(replica: "DistributedDataParallel") -> Reduction:
     """How the buckets of a replica are combined over the ranks that it has now."""
     if replica._lane_count is not None:
-        return LaneSum(replica._lane_count, replica._group.transport, replica.device)
+        return LaneSum(replica._lane_count, replica._group.transport, replica.device, _on_damage(replica))
     if replica.mixed_precision is not None:
         return reduction_for(replica.mixed_precision, replica._managed.params)
     dtype = replica._reduce_dtype
@@ -150,6 +150,19 @@ def reduction_of(replica: "DistributedDataParallel") -> Reduction:
     if dtype is not None:
         return mean_in(dtype, {param.dtype for param in replica._managed.params})
     return replica._reduction
+
+
+def _on_damage(replica: "DistributedDataParallel") -> OnDamage | None:
+    """What is to be done when a slice of a bucket was damaged on its way here, if that is looked for."""
+    if replica._agreement is None or not replica._agreement.checksums:
+        return None
+    known = weakref.ref(replica)  # what reduces is not to keep it alive: see _weakly
+
+    def note(bucket: int, sender: int) -> None:
+        if (alive := known()) is not None:
+            alive._core.contribution.note_damage(bucket, sender)
+
+    return note
 
 
 def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> OwnedBlocks | None:

@@ -1,7 +1,7 @@
 """The sum over all lanes, in one binary tree over lane numbers: the same bits on any number of ranks."""
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 
@@ -11,8 +11,12 @@ from paceline.collectives.reduction import Flight, GradBucket, LaneBlock
 from paceline.collectives.spare_memory import SpareMemory
 from paceline.collectives.tree_sum import tree_sum_of_blocks
 from paceline.errors import UsageError
+from paceline.strategies.checksums import SliceChecksums
 from paceline.strategies.multi_step import SideStream, SteppedWork, Steps
 from paceline.strategies.slice_exchange import reduce_by_slices
+
+# Called with a bucket, and the rank whose message about it has changed on its way here.
+OnDamage = Callable[[int, int], None]
 
 
 class LaneSum:
@@ -26,12 +30,20 @@ class LaneSum:
 
     trivial_alone = False
 
-    def __init__(self, lanes: int, transport: Transport | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        lanes: int,
+        transport: Transport | None = None,
+        device: torch.device | None = None,
+        on_damage: OnDamage | None = None,
+    ) -> None:
         """With the transport known (and the device of the gradients), buckets fly side by side where they may. Without,
-        one at a time, which is right everywhere. Replicas do not share a LaneSum: see `SideStream`."""
+        one at a time, which is right everywhere. Replicas do not share a LaneSum: see `SideStream`. `on_damage`: have
+        slices that travel between processes compared with what was sent, and call this for each that differs."""
         if lanes < 1:
             raise UsageError(f"lanes must be at least 1, got {lanes}")
         self.lanes = lanes
+        self._on_damage = on_damage
         self._side = SideStream()
         self._spare = SpareMemory()
         self.multi_step = transport is None or self._must_chain(transport, device or torch.device("cpu"))
@@ -53,14 +65,24 @@ class LaneSum:
             flat.copy_(tree_sum_of_blocks(dict(blocks), self.lanes))
         if transport.size == 1 or self._in_one(transport, flat.device):
             return Flight(transport.all_reduce(flat, Op.TREE))
-        steps = _reduce(flat, blocks, self.lanes, transport, self._spare)
+        checksums = None
+        if self._on_damage is not None and self._can_check(transport, flat.device):
+            checksums = SliceChecksums(transport.size, partial(self._on_damage, bucket.index()))
+        steps = _reduce(flat, blocks, self.lanes, transport, self._spare, checksums)
         if _queues(transport, flat.device):
             return Flight(self._side.run(steps, flat.device, uses=[flat, *(part for _, part in blocks)]))
         return Flight(SteppedWork(steps))
 
     def _in_one(self, transport: Transport, device: torch.device) -> bool:
         """Whether one collective of the transport adds as the tree over lanes does."""
+        if self._on_damage is not None and self._can_check(transport, device):
+            return False
         return _is_tree_of_ranks(self.lanes, transport.size) and transport.traits(device).tree_sum
+
+    def _can_check(self, transport: Transport, device: torch.device) -> bool:
+        """Whether slices travel where their checksums can be compared: on hosts, and not in memory that ranks share."""
+        traits = transport.traits(device)
+        return device.type == "cpu" and traits.all_to_all and not traits.progress_on_caller
 
     def _must_chain(self, transport: Transport, device: torch.device) -> bool:
         return transport.size > 1 and not (self._in_one(transport, device) or _queues(transport, device))
@@ -100,7 +122,12 @@ def _is_tree_of_ranks(lanes: int, size: int) -> bool:
 
 
 def _reduce(
-    flat: torch.Tensor, blocks: Sequence[LaneBlock], lanes: int, transport: Transport, spare: SpareMemory
+    flat: torch.Tensor,
+    blocks: Sequence[LaneBlock],
+    lanes: int,
+    transport: Transport,
+    spare: SpareMemory,
+    checksums: SliceChecksums | None,
 ) -> Steps:
     """Leave the sum of all blocks of all ranks in `flat`, which is the last of this rank's blocks."""
     cut = _cut(lanes, transport.size)
@@ -111,4 +138,4 @@ def _reduce(
         by_block = {block: received[k][rank] for rank, own in enumerate(cut) for k, block in enumerate(own)}
         return tree_sum_of_blocks(by_block, lanes)
 
-    return reduce_by_slices(flat, sent, add, transport, spare)
+    return reduce_by_slices(flat, sent, add, transport, spare, checksums)

@@ -115,6 +115,7 @@ CONTENDERS = {
     "paceline-torch": Contender('paceline with transport="torch"', "ours:build"),
     "lanes": Contender("paceline with a lane for every microbatch of every rank", "ours:build", in_all=False),
     "lanes-torch": Contender('the same with transport="torch"', "ours:build", in_all=False),
+    "lanes-checksums-torch": Contender("lanes-torch, with checksums on what is sent", "ours:build", in_all=False),
     "lanes-audited": Contender("lanes, with an audit in every step", "ours:build", in_all=False),
     "agreement": Contender('paceline, Agreement(state_every=64, not_finite="skip")', "ours:build", in_all=False),
     "no-agreement": Contender('paceline, Agreement(state_every=0, not_finite="keep")', "ours:build", in_all=False),

@@ -28,6 +28,7 @@ CHECKS: dict[str, dict[str, Any]] = {
     "agreement": {"state_every": 64, "not_finite": "skip"},
     "no-agreement": {"state_every": 0, "not_finite": "keep"},
     "lanes-audited": {"audit_every": 1},
+    "lanes-checksums-torch": {"checksums": True},
 }
 
 
