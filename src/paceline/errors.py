@@ -105,7 +105,7 @@ class WrongGradients(PacelineError, RuntimeError):
 
 
 class NotFiniteGradients(PacelineError, ArithmeticError):
-    """Gradients are not finite, by the batches of `ranks`."""
+    """Gradients are not finite, and the batches of `ranks` made them so."""
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)

@@ -203,7 +203,7 @@ Point = namedtuple("Point", "x y")
         (torch.eye(2).to_sparse(), "x", "a Tensor of layout torch.sparse_coo on cpu, not dense"),
         ([torch.empty(2, device="meta")], "x.0", "a Tensor of layout torch.strided on meta, not dense"),
         (looped(), "x.1.me", "something that contains itself"),
-        (deep(), "x" + ".0" * 64, "more than 64 values inside one another"),
+        (deep(), "x" + ".0" * 64, "values nested more than 64 deep"),
     ],
 )
 def test_what_cannot_travel_is_named(value: Any, place: str, got: str) -> None:

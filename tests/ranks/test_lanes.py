@@ -770,7 +770,7 @@ def test_what_is_hardly_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.WARNING, "paceline")
     run(body, 2)
     same, gone = caplog.messages
-    assert same.startswith("step 7 was run already, and its random numbers")
+    assert same.startswith("step 7 was run before, so its random numbers")
     assert gone.startswith("the gradients of step 7 were gone when its loop over lanes ended")
 
 

@@ -77,8 +77,8 @@ def import_dcp(
         if not trust_pickle:
             raise UsageError(
                 f"{path} is in the format of torch.distributed.checkpoint, which is made of pickles: reading it runs "
-                f"whatever code they hold. If you trust whoever wrote it, pass trust_pickle=True; or have it exported "
-                f"as safetensors"
+                f"whatever code they hold. If you trust whoever wrote it, pass trust_pickle=True; otherwise have it "
+                f"exported as safetensors"
             )
         state = _read(FileSystemReader(path))
     elif any(path.glob("*.safetensors")):

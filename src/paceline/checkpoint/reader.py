@@ -214,6 +214,6 @@ def lacking(snapshot: Snapshot, stored: StoredTensor, hole: tuple[int, int]) -> 
     listed = ", ".join(map(str, snapshot.manifest.ranks))
     return (
         f"the elements {hole[0]} to {hole[1]} of {stored.name!r} are not here: the directory has the files of rank "
-        f"{listed} of {snapshot.manifest.world_size}, and these were written by another one, to a directory that is "
-        f"not shared; copy all files of that directory's {snapshot.path.name} into this one"
+        f"{listed} of {snapshot.manifest.world_size}, and a rank that does not share this directory "
+        f"wrote these elements to its own; copy all files of that directory's {snapshot.path.name} into this one"
     )

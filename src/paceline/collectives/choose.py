@@ -33,7 +33,7 @@ def choose(
     if store is None or base.size == 1:
         if wanted in ("auto", "torch"):
             return base.dup(timeout_s, devices).connect()
-        why = "this group has one rank" if base.size == 1 else "torch knows no store through which its ranks could meet"
+        why = "this group has one rank" if base.size == 1 else "its process group has no store to find other ranks by"
         raise _cannot(wanted, why)
     return _Choice(base, wanted, devices).make(timeout_s)
 

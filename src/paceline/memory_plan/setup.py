@@ -107,7 +107,7 @@ class TrainingSetup:
     )
     shard: int | None = setting(
         None,
-        "shards over so many consecutive ranks, with replicas between; by default over all",
+        "how many consecutive ranks share one set of shards, with replicas on the next (default: all ranks)",
         parse_count,
         group="Training",
     )
@@ -122,7 +122,7 @@ class TrainingSetup:
     )
     reduce_dtype: str | None = setting(
         None,
-        f"one of {', '.join(WIRE_BYTES)}: in what gradients are summed; by default as they are",
+        f"one of {', '.join(WIRE_BYTES)}: type in which gradients are summed (default: their own)",
         one_of(WIRE_BYTES),
         group="Training",
     )
@@ -136,7 +136,9 @@ class TrainingSetup:
         text=True,
     )
     link_gbit: float | None = setting(None, "speed of a rank's link in Gbit/s", parse_positive, group="Machine")
-    backward_s: float | None = setting(None, "seconds of one backward of a rank", parse_positive, group="Machine")
+    backward_s: float | None = setting(
+        None, "seconds that one backward takes on a rank", parse_positive, group="Machine"
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -78,8 +78,8 @@ def skipped_error(rows: Sequence[StepReport], step: str) -> CollectiveMismatch:
     """A rank has called skip_batch() where the others could not learn of it in time."""
     listed = ", ".join(str(rank) for rank, row in enumerate(rows) if row.skipped)
     return CollectiveMismatch(
-        f"rank {listed} called skip_batch() in {step}, but on this transport the others divide by all ranks unless "
-        f"microbatches are weighted, and their last update did; run every backward inside model.weight(n)"
+        f"rank {listed} called skip_batch() in {step}, but without weights the other ranks hear of it too late on this "
+        f"transport: their last update divided by the number of all ranks; run every backward inside model.weight(n)"
     )
 
 

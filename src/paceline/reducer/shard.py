@@ -170,7 +170,7 @@ class ShardGrad(torch.Tensor):
         if "norm" in (name := func.__name__):
             raise NotWhole(
                 f"{name}() was called on gradients of an optimizer over shards, of which this rank has only its part, "
-                f"so the norm would be another one on every rank; clip with model.clip_grad_norm_(), whose result is "
+                f"so the norm would differ from rank to rank; clip with model.clip_grad_norm_(), whose result is "
                 f"the norm over all ranks"
             )
         with torch._C.DisableTorchFunctionSubclass():

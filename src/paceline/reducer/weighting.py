@@ -80,8 +80,8 @@ def resume_step(reducer: "Reducer") -> None:
     elif reducer.weighting.current is not None:
         if has_foreign(reducer.bucket_set):
             raise UsageError(
-                "between two microbatches inside weight() a gradient was replaced, so it cannot be told how much it "
-                "counts; change gradients in place there, or after the last backward of the step"
+                "a gradient was replaced between two microbatches inside weight(), so its weight is not known; change "
+                "gradients in place there, or replace them after the last backward of the step"
             )
         hold_all(reducer.bucket_set)
 
@@ -90,7 +90,7 @@ def check_unweighted(slot: GradSlot) -> None:
     """A backward begins with the gradient of a parameter, and not in the replica's forward, where it could be seen."""
     if slot.attached():
         raise UsageError(
-            f"inside weight() a backward has added to the gradient of {slot.meta.name} before reaching an output of "
-            f"the replica, so earlier microbatches and this one cannot be told apart; call the replica itself there, "
-            f"and use its parameters only in it"
+            f"inside weight() a backward added to the gradient of {slot.meta.name} before it reached an output of the "
+            f"replica, so earlier microbatches and this one cannot be told apart; call the replica itself there, and "
+            f"use its parameters nowhere else"
         )

@@ -15,9 +15,9 @@ class Agreement:
     """What ranks check in every step beside the gradients, and what they do about what they find.
 
     Args:
-        state_every: the number of steps in which the whole of parameters and optimizer state (in lanes also buffers) is
-            compared bit for bit, a part of it in every step. 1: the whole in every step. 0: never. Steps that a CUDA
-            graph replays are not compared. Messages and capsules number steps as `model.lanes()` does;
+        state_every: the number of steps within which all parameters and optimizer state (in lanes also buffers) are
+            compared bit for bit, a part of them in every step. 1: all of them in every step. 0: never. Steps that a
+            CUDA graph replays are not compared. Messages and capsules number steps as `model.lanes()` does;
             without lanes they count reductions, from 1.
         drift: what to do when replicas differ. "raise" on every rank, or "heal": overwrite what differs with the values
             of the majority, log a warning, and continue.

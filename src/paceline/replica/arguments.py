@@ -36,10 +36,10 @@ class Managed:
         ]
         if strangers:
             raise UnreducedGradients(
-                f"the wrapped module was replaced by another {type(module).__name__}, and no one reduces the gradients "
-                f"of its {strangers[0]}"
+                f"the wrapped module was replaced by another {type(module).__name__}, so the gradients of "
+                f"{strangers[0]}"
                 + (f" and {len(strangers) - 1} more parameters" if len(strangers) > 1 else "")
-                + "; wrap the other module in a DistributedDataParallel of its own"
+                + " are not reduced; wrap the other module in a DistributedDataParallel of its own"
             )
         return replace(self, module=module)
 

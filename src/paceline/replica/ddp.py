@@ -61,8 +61,8 @@ class DistributedDataParallel(TorchSurface):
         placement: what each rank keeps: "ddp" everything, "zero1" its shards of the optimizer state, "zero2"
             those of the gradients too, "zero3" those of the parameters too. Make the optimizer with
             `model.optimizer()`.
-        shard: over how many consecutive ranks shards are made, such as those of one host: a divisor of the world. The
-            next ranks hold the same shards again. None: over all ranks; 1: as "ddp".
+        shard: how many consecutive ranks, such as those of one host, share one set of shards; it must divide the
+            number of ranks. The next ranks hold the same shards again. None: all ranks; 1: as "ddp".
         units: for "zero3", the modules, or classes of them, whose parameters are gathered and freed together. None: the
             repeated blocks of the model.
         lanes: give the same bits in a world of any size up to this number: see `lanes()`. None: PACELINE_LANES of the
@@ -250,7 +250,7 @@ class DistributedDataParallel(TorchSurface):
     def whole_among(self, ranks: Iterable[int]) -> bool:
         """Whether these ranks have the whole state of a step between them: every shard of it, or all of it on one rank.
 
-        What is asked is who holds what. That none of them is in the middle of an update is known only by them.
+        This tells only who holds what. Whether a rank is in the middle of an update is known to that rank alone.
 
         Example:
             >>> model = paceline.DistributedDataParallel(net, placement="zero3", shard=2)  # on 4 ranks

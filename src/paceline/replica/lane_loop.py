@@ -37,8 +37,8 @@ NO_GRADIENTS = (
     "optimizer.zero_grad() after optimizer.step(), outside the loop"
 )
 SAME_STEP = (
-    "step %d was run already, and its random numbers, which follow from (seed, step, lane), are drawn again; give "
-    "model.lanes(microbatches, step) the number of the step"
+    "step %d was run before, so its random numbers, which follow from (seed, step, lane), are the same again; pass "
+    "the number of the current step to model.lanes(microbatches, step)"
 )
 
 
@@ -235,7 +235,7 @@ def step_of(step: object) -> int:
         number = 1 << 63
     if not -(1 << 63) <= number < 1 << 63:
         raise UsageError(
-            f"model.lanes(microbatches, step): step must be a whole number, the same on every rank and another one in "
+            f"model.lanes(microbatches, step): step must be a whole number, the same on every rank and a new one in "
             f"every step, got {step!r}"
         )
     return number

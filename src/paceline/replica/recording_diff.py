@@ -64,11 +64,11 @@ def _named(line: Line) -> str:
 def _advice(line: Line, first_step: int) -> str:
     kind, first = line["kind"], line["step"] == first_step
     if kind in ("weights", "buffer before") and first:
-        return "The model starts from other values in each run: call torch.manual_seed(…) before it is built."
+        return "The model starts from different values in each run: call torch.manual_seed(…) before it is built."
     if kind in ("weights", "buffer before"):
         return "All gradients were equal: the optimizer, or code between steps, draws random numbers without a seed."
     if kind == "input":
-        return "The data differ between runs: seed the order of samples, and what is drawn when one is read."
+        return "The data differ between runs: seed the order of samples, and all that is random when one is read."
     if kind == "gradient":
         return "A kernel of backward is not deterministic: call torch.use_deterministic_algorithms(True)."
     seed = (

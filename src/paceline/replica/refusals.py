@@ -15,7 +15,7 @@ IN_BACKWARD = (
 )
 JOINED = (
     "the loss of rank %d touched no parameter, so it joined the reduction of this step only now, at optimizer.step(): "
-    "what was done to gradients before, such as clipping, was not done here. Call model.sync_gradients() after "
+    "anything done to gradients before that, such as clipping, had no effect here. Call model.sync_gradients() after "
     "backward to join earlier"
 )
 

@@ -89,7 +89,7 @@ class TreeEncoder:
         if id(value) in self._above:
             raise self.refuse(path, "something that contains itself")
         if len(path) > MAX_DEPTH:
-            raise self.refuse(path, f"more than {MAX_DEPTH} values inside one another")
+            raise self.refuse(path, f"values nested more than {MAX_DEPTH} deep")
         self._above.add(id(value))
         kind = type(value)
         # What it holds is listed at once: the rank of a notebook goes on with its cell meanwhile.

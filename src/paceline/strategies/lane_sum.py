@@ -98,8 +98,8 @@ class LaneSum:
             )
         if not self.multi_step and self._must_chain(transport, bucket.buffer().device):
             raise UsageError(
-                f"this LaneSum was made for another transport than that of rank {transport.rank}, over which its "
-                f"buckets must fly one at a time; make a new one with LaneSum(lanes, transport, device)"
+                f"this LaneSum was made for another transport than that of rank {transport.rank}, over which "
+                f"buckets must be reduced one at a time; make a new one with LaneSum(lanes, transport, device)"
             )
 
 
