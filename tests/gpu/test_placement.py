@@ -117,6 +117,64 @@ def test_no_host_waits_in_a_plain_step(nccl: Nccl, placement: str) -> None:
     nccl(without_waiting, 2, placement)
 
 
+def under_forward(rank: int, size: int, placement: str) -> None:
+    """What a step has left under way is there for whoever uses a parameter, on any stream, and no host waits."""
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(Blocks().cuda(), placement=placement, bucket_cap_mb=0.2)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-2, fused=True)
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank)).cuda()
+    for number in range(WARM):
+        model(x).square().mean().backward()
+        torch.cuda.synchronize()
+        with nobody_waits():
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(type(param) is not nn.Parameter for param in model.module.parameters())
+            other = torch.cuda.Stream()
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other if number % 2 else torch.cuda.current_stream()):
+                found = [param.detach().clone() for param in model.module.parameters()]
+        torch.cuda.synchronize()
+        for ours, param in zip(found, model.module.parameters(), strict=True):
+            assert type(param) is nn.Parameter and torch.equal(ours, param)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("placement", ["zero1", "zero2"])
+def test_parameters_come_after_the_step(nccl: Nccl, placement: str) -> None:
+    nccl(under_forward, 2, placement)
+
+
+def replayed(rank: int, size: int, inside: bool) -> None:
+    """What a CUDA graph reads is there when a step has ended: nothing of ours runs when it is replayed."""
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(Blocks().cuda(), placement="zero1", bucket_cap_mb=0.2)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-2, fused=True)
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(rank)).cuda()
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARM):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = (model.module if inside else model)(x)
+    for _ in range(3):
+        step()
+        assert all(type(param) is nn.Parameter for param in model.module.parameters())
+        graph.replay()
+        assert torch.equal(y, model.module(x))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_captured_forward_reads_values_that_are_there(nccl: Nccl, inside: bool) -> None:
+    nccl(replayed, 2, inside)
+
+
 def in_shard_groups(rank: int, size: int, placement: str) -> None:
     """Within rounding: shards are added inside shard groups first."""
     expected = trained("ddp", rank, torch.float32, 10, False)

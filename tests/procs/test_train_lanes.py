@@ -85,13 +85,16 @@ def test_every_world_and_every_resume_gives_the_same_bits(procs: Pool, text: str
 def test_placements_give_the_same_bits(procs: Pool, text: str, tmp_path: Path) -> None:
     config = replace(CONFIG, data=text, width=128, save_every=2, clip=0.5)  # every step clips
 
-    def run(size: int, placement: str) -> tuple[str, list[Any]]:
-        return trained(procs, size, replace(config, placement=placement, out=str(tmp_path / f"{size}{placement}")))
+    def run(size: int, placement: str, **how: Any) -> tuple[str, list[Any]]:
+        out = str(tmp_path / f"{size}{placement}{len(how)}")
+        return trained(procs, size, replace(config, placement=placement, out=out, **how))
 
     alone = run(1, "ddp")
     pairs = [(1, "zero1"), (2, "ddp"), (2, "zero1"), (2, "zero2"), (2, "zero3"), (3, "zero1"), (3, "zero2")]
     for size, placement in pairs:
         assert run(size, placement) == alone, (size, placement)
+    assert run(4, "zero2", shard=2) == alone
+    assert run(2, "zero1", transport="torch", shard=2) == alone
 
 
 def poison(rank: int, size: int, out: str) -> None:

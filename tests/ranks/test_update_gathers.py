@@ -281,6 +281,19 @@ def test_memory_that_others_look_at_is_filled_inside_the_step(keep: str) -> None
     run(body, 2)
 
 
+@pytest.mark.parametrize("placement", ["ddp", "zero1"])
+def test_a_backward_through_parameters_from_before_the_update_is_refused(placement: str) -> None:
+    def body(transport: Transport) -> None:
+        model, optimizer = wrap(transport, placement)
+        loss = model(draw(transport.rank, 4, 8)).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, model.module[0].bias)
+
+    run(body, 2)
+
+
 @pytest.mark.usefixtures("small_pieces")
 def test_parameters_of_modules_that_run_as_a_whole_come_inside_the_step() -> None:
     def make_graphed_forward(forward: Any) -> Any:

@@ -54,6 +54,15 @@ def test_a_wrong_setting_is_named_with_what_it_accepts(settings: dict[str, objec
         build(settings)
 
 
+def test_ranks_that_cannot_be_cut_into_shards_are_refused() -> None:
+    config = TrainConfig(placement="zero2", shard=2)
+    config.check_ranks(4)
+    with pytest.raises(ConfigError, match="shard=2 does not divide 3 ranks; expected 0 or one of 1, 3"):
+        config.check_ranks(3)
+    with pytest.raises(ConfigError, match="shard=2: placement='ddp' makes no shards"):
+        TrainConfig(shard=2)
+
+
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read"):
         from_toml(tmp_path / "absent.toml")

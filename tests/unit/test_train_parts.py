@@ -27,6 +27,7 @@ RESULT = {
     "ranks": 2,
     "lanes": 8,
     "placement": "ddp",
+    "shard": 0,
     "seconds": 1.5,
     "parameters": 1000,
     "source": "a <text>",

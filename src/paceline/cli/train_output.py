@@ -64,7 +64,8 @@ class TrainOutput(Listener):
             return
         elif kind == "ready":
             lanes = f", {fields['lanes']} lanes" if fields["lanes"] else ""
-            where = f"{fields['ranks']} ranks on {fields['device']}, {fields['placement']}{lanes}"
+            over = f" over {fields['shard']}" if fields["shard"] else ""
+            where = f"{fields['ranks']} ranks on {fields['device']}, {fields['placement']}{over}{lanes}"
             where += f", {fields['samples']} x {fields['context']:,} tokens per step"
             self._note = f"{fields['parameters'] / 1e6:.2f} M parameters, {where}"
             self._print(f"{self._note}; {fields['source']}")

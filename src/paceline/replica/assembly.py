@@ -60,6 +60,12 @@ class Assembly:
     owned: OwnedBlocks | None
     state_hooks: Sequence[RemovableHandle]
 
+    def prepares(self) -> Callable[[], None] | None:
+        """What has to be done about parameters before every forward."""
+        if self.narrow is not None:
+            return self.narrow.narrow
+        return None if self.owned is None or self.owned.gathers is None else self.owned.gathers.before_forward
+
     def closer(self) -> Callable[[], None]:
         """What leaves the parameters and the module as they were. It does not keep the units alive: they hold the
         module, which may hold the replica, as that of a trainer does."""

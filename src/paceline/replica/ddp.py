@@ -189,6 +189,7 @@ class DistributedDataParallel(TorchSurface):
         built = assemble(self)
         self._core, self._gate, self._lane_loop = built.core, built.gate, built.lane_loop
         self._narrow, self._capsules, self._owned = built.narrow, built.capsules, built.owned
+        self._prepare_parameters = built.prepares()
         self.reducer = TorchReducer(self._core)
         self._closing = weakref.finalize(self, built.closer())
 

@@ -43,8 +43,8 @@ def before_module(replica: "DistributedDataParallel", *inputs: Any, **kwargs: An
     if replica._join_config.enable:
         core.sync_in_join = replica.require_backward_grad_sync
         replica._check_global_requires_backward_grad_sync(is_joined_rank=False)
-    if replica._narrow is not None:
-        replica._narrow.narrow()
+    if replica._prepare_parameters is not None:
+        replica._prepare_parameters()
     if replica.device_ids or replica.mixed_precision is not None:
         inputs, kwargs = replica._place_inputs(inputs, kwargs)
     return inputs, kwargs

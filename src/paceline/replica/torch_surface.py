@@ -62,6 +62,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     # Not made where torch.compile has chosen torch's own Python reducer.
     _lane_loop: LaneLoop | None = None
     _narrow: NarrowParameters | None = None
+    _prepare_parameters: Callable[[], None] | None = None  # before every forward
     _capsules: CapsuleWriter | None = None
     _owned: OwnedBlocks | None = None
     _shard_groups: ShardGroups | None = None
@@ -196,7 +197,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         attrs = copy.copy(self.__dict__)
         attrs["_timeout_s"] = self._group.timeout_s
         made_anew = ("process_group", "reducer", "logger", "_core", "_closing", "_group", "_managed", "_gate")
-        for name in (*made_anew, "_lane_loop", "_capsules"):
+        for name in (*made_anew, "_lane_loop", "_capsules", "_prepare_parameters"):
             attrs.pop(name, None)
         return attrs
 

@@ -74,6 +74,7 @@ class UpdateGather:
         self._gather = make(dict(enumerate(self.params)))
         self._views = [_uses_of_memory(param) - uses for param, uses in zip(self.params, before, strict=True)]
         self._queued: QueuedWork | None = None
+        self._stepped_on: torch.cuda.Stream | None = None
         self._class: type[nn.Parameter] | None = None
         self._failure: Exception | None = None
         self.state = GatherState.DONE
@@ -88,7 +89,9 @@ class UpdateGather:
     def queue(self, group: Group, side: SideStream) -> None:
         """Start it on a stream of its own, where that is all that the host has to do."""
         self._move(GatherState.STARTED)
-        self._queued = side.run(self._steps(group), self.params[0].device, uses=self.params)
+        device = self.params[0].device
+        self._stepped_on = torch.cuda.current_stream(device)
+        self._queued = side.run(self._steps(group), device, uses=self.params)
 
     def _steps(self, group: Group) -> Steps:
         self._gather.finish(group, self._what)  # orders the stream, not the host
@@ -108,6 +111,7 @@ class UpdateGather:
         self._move(GatherState.PENDING)
         if self._class is None:
             self._class = pending_class(lambda: wait(self))
+        torch.autograd.graph.increment_version(self.params)  # a backward through what was computed before must not run
         for param in self.params:
             param.__class__ = self._class
 
@@ -134,6 +138,8 @@ class UpdateGather:
             self._gather.finish(group, self._what)
         elif not torch.cuda.is_current_stream_capturing():  # whoever begins to capture waits for the device
             self._queued.wait(0.0)
+            with torch.cuda.stream(self._stepped_on):  # who uses it on another stream has ordered that after this one
+                self._queued.wait(0.0)
         self._queued = None
 
     def comes(self, group: Group, seconds: float) -> bool:
@@ -206,8 +212,10 @@ class UpdateGathers:
         if traits.single or traits.progress_on_caller:
             return False
         self._replayed = self._replayed or frames_compiled() != self._compiled_before
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return not self._replayed and not capturing
+        return not self._replayed and not self._captures()
+
+    def _captures(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _gather_now(self) -> None:
         """Two at a time: they take memory."""
@@ -235,12 +243,15 @@ class UpdateGathers:
         """Have the values of all parameters."""
         self._wait_for(*self._gathers)
 
+    def before_forward(self) -> None:
+        """The replica is about to run. A CUDA graph that is captured will run again without us."""
+        self._replayed = self._replayed or self._captures()
+
     def _wait_for(self, *gathers: UpdateGather) -> None:
         if all(gather.state is GatherState.DONE for gather in gathers):
             return
         with self._lock:
-            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self._replayed = True
+            self.before_forward()
             for gather in gathers:
                 gather.finish(self._group)
             if all(gather.state is GatherState.DONE for gather in self._gathers):

@@ -87,6 +87,7 @@ def memory_plan(config: TrainConfig, text: Text, world: paceline.World, device_m
         lanes=config.lanes or None,
         update="fused",
         placement=config.placement,
+        shard=config.shard or None,
         checkpointing=config.checkpointing,
         device=world.device.type,
         device_memory=device_memory,

@@ -87,6 +87,14 @@ class TrainConfig:
         choices=PLACEMENTS,
         group="Ranks",
     )
+    shard: int = option(
+        0,
+        "over how many consecutive ranks shards are made, such as those of one host; the next ranks hold the same "
+        "again; 0: over all",
+        low=0,
+        high=4096,
+        group="Ranks",
+    )
     transport: str = option(
         "auto", "auto, torch, shm or two-level", choices=("auto", "torch", "shm", "two-level"), group="Ranks"
     )
@@ -119,12 +127,12 @@ class TrainConfig:
 
     # A run may be resumed with other values of these. Of what is computed they change nothing, but for `decay_steps`,
     # which is there to be changed, `ranks` without lanes, which changes the global batch, and the last bits by
-    # `threads`, `device` and `compile`, which is warned of, and by `placement` without lanes.
+    # `threads`, `device` and `compile`, which is warned of, and by `placement` and `shard` without lanes.
     FREE: ClassVar[frozenset[str]] = frozenset(
         {
             *("ranks", "steps", "decay_steps", "eval_every", "eval_samples", "sample", "save_every", "save_seconds"),
             *("keep", "resume", "transport", "device", "threads", "audit", "trackers", "check_every", "on_drift"),
-            *("audit_every", "max_restarts", "out", "compile", "placement"),
+            *("audit_every", "max_restarts", "out", "compile", "placement", "shard"),
         }
     )
 
@@ -138,6 +146,8 @@ class TrainConfig:
                 f"audit_every={self.audit_every} with lanes={self.lanes} and placement={self.placement!r}: expected "
                 f"lanes, which one rank can run alone: --lanes 8, and a --placement other than zero3"
             )
+        if self.shard > 1 and self.placement == "ddp":
+            raise ConfigError(f"shard={self.shard}: placement='ddp' makes no shards; expected zero1, zero2 or zero3")
 
     @property
     def shape(self) -> Shape:
@@ -161,7 +171,10 @@ class TrainConfig:
         return replace(self, batch=batch)
 
     def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of ranks over which the lanes cannot be dealt."""
+        """Refuse a number of ranks over which the lanes cannot be dealt, or shards not be made."""
+        if self.shard and ranks % self.shard:
+            possible = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+            raise ConfigError(f"shard={self.shard} does not divide {ranks} ranks; expected 0 or one of {possible}")
         if self.lanes and ranks > self.lanes:
             raise ConfigError(
                 f"{ranks} ranks and lanes={self.lanes}: expected at least one lane per rank; use more --lanes or fewer "

@@ -165,6 +165,7 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
     model: Any = paceline.DistributedDataParallel(
         net,
         placement=config.placement,
+        shard=config.shard or None,
         transport=config.transport,
         lanes=config.lanes or None,
         seed=config.seed,
@@ -178,8 +179,9 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
         ),
     )
     parameters = sum(param.numel() for param in net.parameters())
-    where = {"ranks": world.size, "lanes": config.lanes, "placement": config.placement, "device": str(world.device)}
-    where["samples"], where["context"] = config.samples_of_step(world.size), config.shape.context
+    where = {"ranks": world.size, "lanes": config.lanes, "placement": config.placement, "shard": config.shard}
+    where |= {"device": str(world.device), "samples": config.samples_of_step(world.size)}
+    where["context"] = config.shape.context
     report("ready", **where, parameters=parameters, source=text.source)
     return Run(
         config=config,

@@ -75,6 +75,7 @@ def write_report(folder: RunFolder) -> None:
 def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     """The result in lines to read: the report and the terminal show the same ones."""
     where = f"{_count(result['ranks'], 'rank')}, {result['placement']}"
+    where += f" over {result['shard']}" if result["shard"] else ""
     where += f", in {result['lanes']} lanes" if result["lanes"] else ""
     lines = [
         ("model", f"{result['parameters'] / 1e6:.2f} M parameters on {where}"),
