@@ -375,7 +375,7 @@ def _outside(device: str, ranks: int) -> tuple[MemoryLine, ...]:
 def traffic_of(model: ModelMemory, setup: TrainingSetup, ranks: int) -> Traffic:
     """What a rank sends in one step. Gradients are summed and spread, or each sum goes to its owner alone, and from
     there to those who own the same. Parameters in shards are gathered for every forward and backward, others once,
-    after the update."""
+    under the forward that follows the update."""
     speed = None if setup.link_gbit is None else setup.link_gbit * 1e9 / 8
     scattered = setup.shards("states", ranks) and setup.lanes is None
     parts = setup.parts(ranks) if setup.shards("states", ranks) else 1
@@ -398,8 +398,7 @@ def traffic_of(model: ModelMemory, setup: TrainingSetup, ranks: int) -> Traffic:
         last_bucket_bytes=(spread + to_owners) * model.last_bucket_bytes // max(1, model.gradient_bytes),
         link_bytes_per_s=speed,
         backward_s=setup.backward_s,
-        in_forward_bytes=gathered // 2 if times_gathered > 1 else 0,
-        alone_bytes=gathered if times_gathered == 1 else 0,
+        in_forward_bytes=gathered // 2 if times_gathered > 1 else gathered,
         formula=" + ".join(terms),
     )
 

@@ -37,7 +37,6 @@ class Traffic:
     link_bytes_per_s: float | None = None
     backward_s: float | None = None
     in_forward_bytes: int = 0  # of them: parameters that are gathered while forward runs
-    alone_bytes: int = 0  # of them: parameters that are gathered after the update, when nothing else runs
     formula: str = ""
 
     @property
@@ -57,12 +56,11 @@ class Traffic:
             return 0.0
         if self.seconds is None or self.link_bytes_per_s is None or self.backward_s is None:
             return None
-        forward_s, alone_s, last_s = (
-            nbytes / self.link_bytes_per_s
-            for nbytes in (self.in_forward_bytes, self.alone_bytes, self.last_bucket_bytes)
+        forward_s, last_s = (
+            self.in_forward_bytes / self.link_bytes_per_s,
+            self.last_bucket_bytes / self.link_bytes_per_s,
         )
-        in_backward_s = self.seconds - forward_s - alone_s
-        return alone_s + max(0.0, forward_s - self.forward_s) + max(in_backward_s - self.backward_s, last_s)
+        return max(0.0, forward_s - self.forward_s) + max(self.seconds - forward_s - self.backward_s, last_s)
 
 
 @dataclass(frozen=True, slots=True)
