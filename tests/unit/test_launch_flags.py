@@ -1,5 +1,6 @@
 """From a command line and an environment to a job."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from paceline.cli.run_flags import WITHOUT_EFFECT, notes, parse
 from paceline.cli.run_job import hidden, job_from
 from paceline.errors import UsageError
-from paceline.launch import Job
+from paceline.launch import ElasticTerms, Job
 from paceline.launch.devices import gpu_count
 from paceline.launch.rank_environment import environment_of
 
@@ -163,3 +164,41 @@ def test_what_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["OMP_NUM_THREADS"], found["GLOO_SOCKET_IFNAME"]) == ("7", "eth9")
     assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]) == ("1", "1", "2")
     assert (found["TORCHELASTIC_RESTART_COUNT"], found["TORCHELASTIC_RUN_ID"]) == ("2", "id")
+
+
+def test_an_elastic_job_has_a_minimum_and_a_maximum() -> None:
+    found = job("--ranks", "2:4", "--spares", "1", "--max-losses", "7", "--recovery-timeout", "60")
+    assert found.elastic == ElasticTerms(minimum=2, maximum=4, spares=1, max_losses=7, recovery_s=60.0)
+    assert (found.ranks, found.slots) == (4, 5)
+    assert job("--ranks", "3").elastic == ElasticTerms(minimum=3, maximum=3)
+    assert job("-n", "3").elastic is None
+    assert job("-n", "3").slots == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--ranks", "4:2"], "--ranks 4:2: expected MIN:MAX with a MIN of at least 1 and at most MAX"),
+        (["--ranks", "0:2"], "with a MIN of at least 1"),
+        (["--ranks", "some"], "--ranks some: expected MIN:MAX, such as 2:4"),
+        (["--ranks", "1:2", "-n", "2"], "--ranks 1:2 and -n 2 cannot be combined"),
+        (["--spares", "1"], "--spares needs --ranks MIN:MAX"),
+        (["--max-losses", "1"], "--max-losses needs --ranks MIN:MAX"),
+        (["--recovery-timeout", "9"], "--recovery-timeout needs --ranks MIN:MAX"),
+        (["--ranks", "1:2", "--spares", "-1"], "--spares -1: expected a whole number of at least 0"),
+        (["--ranks", "1:2", "--max-losses", "x"], "--max-losses x: expected a whole number"),
+        (["--ranks", "1:2", "--recovery-timeout", "x"], "--recovery-timeout x: expected a number of seconds"),
+        (["--ranks", "1:2", "--spares", "1", "--gpu-ids", "0,1"], "2 ranks and 1 spares need 3 GPUs, got 2"),
+    ],
+)
+def test_an_elastic_job_that_cannot_be(words: list[str], complaint: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(complaint)):
+        job(*words)
+
+
+def test_a_member_is_told_its_number_and_survives_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    found = environment_of(job("--ranks", "1:2"), 1, 99, 0, member=5)
+    assert (found["PACELINE_MEMBER"], found["RANK"], found["WORLD_SIZE"]) == ("5", "1", "2")
+    assert (found["TORCH_NCCL_ENABLE_MONITORING"], found["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("0", "1")
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in environment_of(job("-n", "2"), 1, 99, 0)

@@ -13,7 +13,7 @@ def main(argv: Sequence[str]) -> int:
     """Run what the command line says; return the exit code."""
     flags = parse(argv)
     job = job_from(flags, os.environ)
-    output = RunOutput(job, hidden(flags, job.ranks))
+    output = RunOutput(job, hidden(flags, job.slots))
     for text in (*notes(flags), *missing_gpus(job)):
         output.note(text)
     try:

@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.errors import UsageError
@@ -49,6 +49,14 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
             action.option_strings = spellings
 
 
+def _add_elastic(add: Callable[..., None]) -> None:
+    add("--ranks", metavar="MIN:MAX", about="replace ranks that are lost one by one, in scripts with paceline.Elastic")
+    add("--spares", default="0", metavar="K", about="with --ranks: keep K more processes ready to step in [0]")
+    add("--max-losses", metavar="K", about="with --ranks: give up when more than K ranks were lost [no limit]")
+    about = "with --ranks: give up after S seconds with fewer than MIN ranks [600]"
+    add("--recovery-timeout", metavar="S", about=about)
+
+
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The parser, with PET_* variables of `environ` as defaults."""
     parser = _Parser("paceline run", USAGE, ABOUT, formatter_class=_Formatter, allow_abbrev=False)
@@ -65,6 +73,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         parser.add_argument(*spellings, dest=dest, default=default, help=about or argparse.SUPPRESS, **more)
 
     add("-n", "--nproc-per-node", "--num-processes", "-np", metavar="N", about="ranks: a number, auto, gpu or cpu [1]")
+    _add_elastic(add)
     add("--gpu-ids", metavar="1,2", about="the GPUs that ranks see, in this order; without -n, one rank per GPU")
     add("-m", "--module", switch=True, about="the script is a module, run as `python -m`")
     add("--no-python", switch=True, about="the script is an executable, not a Python script")

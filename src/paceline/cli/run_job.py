@@ -12,19 +12,23 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.faults.fault import asked_for
-from paceline.launch import Job, gpu_count
+from paceline.launch import ElasticTerms, Job, gpu_count
 from paceline.world import World
 from paceline.world.environment import DEFAULT_PORT, Variables, is_loopback
 from paceline.world.launchers import from_skypilot, from_slurm
+
+RECOVERY_S = 600.0
 
 
 def job_from(flags: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     """The job that the flags describe. Raises `UsageError` if they do not describe one."""
     gpu_ids = None if flags.gpu_ids is None else _gpu_ids(flags.gpu_ids)
+    elastic = _elastic(flags)
     run_id = flags.rdzv_id if flags.rdzv_id not in ("", "none") else f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return Job(
         command=_command(flags),
-        ranks=_ranks(flags.nproc_per_node, gpu_ids, environ),
+        ranks=_ranks(flags.nproc_per_node, gpu_ids, environ) if elastic is None else elastic.maximum,
+        elastic=elastic,
         master_port=_master_port(flags, environ),
         run_dir=Path(flags.log_dir) / re.sub(r"[^\w.-]", "_", run_id),
         gpu_ids=gpu_ids,
@@ -66,6 +70,32 @@ def _ranks(asked: str | None, gpu_ids: tuple[int, ...] | None, environ: Mapping[
     if asked in ("auto", "cpu"):
         return os.cpu_count() or 1
     return _whole("--nproc-per-node", asked, low=1, more=", or auto, gpu, cpu")
+
+
+def _elastic(flags: argparse.Namespace) -> ElasticTerms | None:
+    """Between how many ranks the job may have, if that was asked for."""
+    if flags.ranks is None:
+        others = {"--spares": flags.spares != "0", "--max-losses": flags.max_losses is not None}
+        others["--recovery-timeout"] = flags.recovery_timeout is not None
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise UsageError(f"{given[0]} needs --ranks MIN:MAX: ranks are replaced one by one only in an elastic job")
+        return None
+    if flags.nproc_per_node is not None:
+        raise UsageError(
+            f"--ranks {flags.ranks} and -n {flags.nproc_per_node} cannot be combined: MAX is how many ranks are started"
+        )
+    if not (found := re.fullmatch(r"([0-9]+)(?::([0-9]+))?", flags.ranks)):
+        raise UsageError(f"--ranks {flags.ranks}: expected MIN:MAX, such as 2:4")
+    minimum, maximum = int(found[1]), int(found[2] or found[1])
+    if not 1 <= minimum <= maximum:
+        raise UsageError(f"--ranks {flags.ranks}: expected MIN:MAX with a MIN of at least 1 and at most MAX")
+    return ElasticTerms(
+        minimum=minimum,
+        maximum=maximum,
+        spares=_whole("--spares", flags.spares),
+        max_losses=None if flags.max_losses is None else _whole("--max-losses", flags.max_losses),
+        recovery_s=_seconds("--recovery-timeout", flags.recovery_timeout, RECOVERY_S),
+    )
 
 
 def _gpu_ids(text: str) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from paceline.launch import Fold, Job, JobFailure, JobOutcome, Listener, spans
+from paceline.cli.elastic_lines import ElasticLines
+from paceline.launch import Fold, Formed, Job, JobFailure, JobOutcome, Listener, Loss, spans
 
 _COLOURS = (36, 33, 32, 35, 34, 31)
 OUT, ERR = 1, 2
@@ -21,6 +22,7 @@ class RunOutput(Listener):
         self._out, self._err = out or sys.stdout, err or sys.stderr
         self._hidden = hidden  # of each rank: OUT, ERR or both
         self._fold = Fold(self._write, job.ranks)
+        self._elastic = ElasticLines()
         self._closed: set[TextIO] = set()
 
     def line(self, rank: int, text: str) -> None:
@@ -33,6 +35,13 @@ class RunOutput(Listener):
         self._flush()
         self.note(f"{failure}; restart {attempt}: all ranks start again")
 
+    def lost(self, loss: Loss) -> None:
+        self._flush()
+        self.note(self._elastic.lost(loss))
+
+    def formed(self, formed: Formed) -> None:
+        self.note(self._elastic.formed(formed))
+
     def tick(self) -> None:
         self._fold.flush(time.monotonic())
 
@@ -41,7 +50,9 @@ class RunOutput(Listener):
         self._put(self._err, _paint(self._err, 2, f"paceline run: {text}") + "\n")
 
     def conclude(self, job: Job, outcome: JobOutcome) -> None:
-        """Say how the job ended, unless it ended well."""
+        """Say how the job ended, unless it ended well; of an elastic job, also what it has lost."""
+        for text in self._elastic.summary():
+            self.note(text)
         if outcome.failure is not None and outcome.failure.ranks:
             self._fail([*outcome.failure.lines(), f"full logs: {job.run_dir}/rank_*.log"])
         elif outcome.failure is not None:

@@ -1,31 +1,29 @@
-"""One attempt: the ranks from their start until the last of them has exited."""
+"""One attempt: the processes of a job from their start until the last of them has exited."""
 
 import contextlib
 import resource
 import selectors
 import signal
 import time
+from collections.abc import Collection
 
-from paceline.launch.failure import End, follows, root_cause
+from paceline.launch.failure import End
 from paceline.launch.job import INTERRUPT_EXIT, Job, JobFailure, JobOutcome, Listener
+from paceline.launch.one_by_one import OneByOne
+from paceline.launch.policy import AllOrNothing, Policy
 from paceline.launch.rank_environment import environment_of
 from paceline.launch.rank_processes import RankExited, RankProcesses
-from paceline.launch.rank_slot import RankSlot
+from paceline.launch.rank_slot import RankLog, RankSlot
 from paceline.launch.rank_watch import RankWatch
 from paceline.launch.rehearsal import Rehearsal
 from paceline.launch.reports import ProgressBoard
 from paceline.launch.signals import PendingSignals
-from paceline.launch.watchdog import Hang
 from paceline.phase import Phase
 from paceline.process_status import oom_kills, signal_name
-from paceline.rank_report import PROGRESS_NAME, REPORT_NAME
+from paceline.rank_report import MEMBERSHIP_NAME, PROGRESS_NAME, REPORT_NAME
 
 TICK_S = 0.05
 WATCH_EVERY_S = 0.5
-# After a rank failed, others may fail for the same reason; after one that failed because of a peer, the peer's own
-# failure must be on its way.
-SAME_S = 0.5
-BETTER_CAUSE_S = 3.0
 # Ctrl-C: how long ranks have to exit by themselves.
 INTERRUPT_S = 5.0
 LAST_READS = 256
@@ -33,55 +31,120 @@ REAPER_DIED = JobFailure((), 1, "the reaper process was killed, and the kernel k
 
 
 class Attempt:
-    """The ranks and the loop that watches them."""
+    """The processes and the loop that watches them. What a failure leads to is its policy's decision."""
 
     def __init__(
         self, job: Job, attempt: int, port: int, listener: Listener, signals: PendingSignals, rehearsal: Rehearsal
     ) -> None:
-        self._job, self._attempt, self._port, self._listener, self._signals = job, attempt, port, listener, signals
+        self.listener = listener
+        self._job, self._attempt, self._port, self._signals = job, attempt, port, signals
         self._rehearsal = rehearsal
-        self._slots = [RankSlot(rank, job.run_dir / f"rank_{rank}.log", listener.note) for rank in range(job.ranks)]
+        self._policy: Policy = AllOrNothing(self, job.ranks)
+        if job.elastic is not None:
+            self._policy = OneByOne(self, job.elastic)
+        self._logs: list[RankLog] = []
+        self._slots: dict[int, RankSlot] = {}  # the newest process of each
         self._watch_at = 0.0
         self._tick_at = 0.0
         self._oom_kills = oom_kills()
-        self._decide_at: float | None = None  # when waiting for more failures is over
         self._stopping_since: float | None = None
         self._kill_at: float | None = None
+        self._kill_one_at: dict[RankSlot, float] = {}
         self._signal = 0
-        self._hang: Hang | None = None
 
     def run(self) -> JobOutcome:
-        """Start all ranks and stay until the last one has exited; nothing of them is left then."""
+        """Start what the policy starts and stay until the last one has exited; nothing of them is left then."""
         with contextlib.ExitStack() as undo:
             self._selector = undo.enter_context(selectors.DefaultSelector())
-            self._board = undo.enter_context(contextlib.closing(ProgressBoard(self._job.ranks)))
-            self._watch = RankWatch(range(self._job.ranks), self._job.hang_timeout_s, self._board, self._listener.note)
-            for slot in self._slots:
-                undo.callback(slot.close)
-                slot.open_log(self._attempt)
+            self._board = undo.enter_context(contextlib.closing(ProgressBoard(self._job.slots)))
+            self._watch = RankWatch(range(self._job.slots), self._job.hang_timeout_s, self._board, self.listener.note)
+            undo.callback(self._close)
+            for rank in range(self._job.slots):
+                log = RankLog(self._job.run_dir / f"rank_{rank}.log", bool(self._attempt), self.listener.note)
+                self._logs.append(log)
+                if self._attempt:
+                    log.write(f"--- restart {self._attempt} ---\n".encode())
             self._processes = undo.enter_context(contextlib.closing(RankProcesses()))
             self._selector.register(self._processes, selectors.EVENT_READ)
-            for slot in self._slots:
-                self._start(slot)
-            while any(slot.end is None for slot in self._slots):
+            self._policy.begin(time.monotonic())
+            while any(slot.end is None for slot in self._slots.values()):
                 self._iterate()
             self._processes.close()
             self._drain()
             return self._outcome()
 
-    def _start(self, slot: RankSlot) -> None:
+    def _close(self) -> None:
+        for slot in self._slots.values():
+            slot.close()
+        for log in self._logs:
+            log.close()
+
+    # What the policy may have done ---------------------------------------------------------------------------------
+
+    def start(self, rank: int, member: int | None = None) -> None:
+        """Start a process in a slot that has none."""
+        if rank in self._slots:
+            self._retire(self._slots[rank])
+            self._logs[rank].write(f"--- member {member} ---\n".encode())
+            self._watch.forget(rank)
+        self._slots[rank] = slot = RankSlot(rank, self._logs[rank], member)
         with slot.open_pipes() as theirs:
+            named = {REPORT_NAME: theirs["report"], PROGRESS_NAME: self._board.descriptor}
+            if member is not None:
+                named[MEMBERSHIP_NAME] = theirs["membership"]
             self._processes.start(
-                slot.rank,
+                rank,
                 self._job.command,
-                environment_of(self._job, slot.rank, self._port, self._attempt) | self._rehearsal.environment(),
+                environment_of(self._job, rank, self._port, self._attempt, member) | self._rehearsal.environment(),
                 out=theirs["out"],
                 err=theirs["err"],
-                named={REPORT_NAME: theirs["report"], PROGRESS_NAME: self._board.descriptor},
-                stdin=slot.rank == 0,
+                named=named,
+                stdin=rank == 0,
             )
         for name, descriptor in slot.pipes.items():
             self._selector.register(descriptor, selectors.EVENT_READ, (slot, name))
+
+    def tell(self, rank: int, line: bytes) -> None:
+        """Write a line to a member."""
+        self._slots[rank].tell(line)
+
+    def step_of(self, rank: int) -> int:
+        """The step that a process has noted last."""
+        return self._board.read(rank).step
+
+    def end(self, rank: int, now: float, within_s: float) -> None:
+        """Ask one process to end, and kill it after a while."""
+        slot = self._slots[rank]
+        if slot.end is None and slot.asked_at is None:
+            slot.asked_at = now
+            self._kill_one_at[slot] = now + within_s
+            self._processes.signal(signal.SIGTERM, rank)
+            self._processes.signal(signal.SIGCONT, rank)
+
+    def abort(self, ranks: Collection[int], now: float, within_s: float) -> None:
+        """Have processes write where their threads are and die, and kill them after a while."""
+        for rank in ranks:
+            # On this signal faulthandler writes where each thread is. A core dump, which may take minutes to write, is
+            # not wanted.
+            with contextlib.suppress(OSError):
+                resource.prlimit(self._processes.living[rank], resource.RLIMIT_CORE, (0, 0))
+            self._kill_one_at[self._slots[rank]] = now + within_s
+            self._processes.signal(signal.SIGABRT, rank)
+            self._processes.signal(signal.SIGCONT, rank)
+
+    def stop(self, now: float, number: int) -> None:
+        """Ask all processes to end by a signal, and kill them after the time that the job gives them."""
+        self._note_stopping(now)
+        grace = self._job.shutdown_timeout_s
+        kill_at = now + (min(INTERRUPT_S, grace) if number == signal.SIGINT else grace)
+        self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
+        self._processes.signal(number)
+        self._processes.signal(signal.SIGCONT)  # a stopped rank would not receive it
+
+    def _note_stopping(self, now: float) -> None:
+        if self._stopping_since is None:
+            self._stopping_since = now
+            self._policy.stopping()
 
     # The loop ------------------------------------------------------------------------------------------------------
 
@@ -89,25 +152,37 @@ class Attempt:
         for key, _ in self._selector.select(TICK_S):
             if key.data is None:
                 self._handle_events()
-            elif self._read(*key.data) == b"":
+                continue
+            slot, pipe = key.data
+            # A slot may have been given to another process meanwhile, whose pipes have the same numbers.
+            if slot.pipes.get(pipe) == key.fileobj and self._read(slot, pipe) == b"":
                 self._selector.unregister(key.fileobj)
         now = time.monotonic()
-        for slot in self._slots:
+        for slot in self._slots.values():
             self._show(slot, slot.out.idle(now), slot.err.idle(now))
+            slot.tell()
         while (number := self._signals.next()) is not None:
             self._on_signal(number, now)
         if self._stopping_since is None:
-            if self._decide_at is not None and now >= self._decide_at:
-                self._stop(now, signal.SIGTERM)
-            elif now >= self._watch_at:
-                self._watch_at = now + WATCH_EVERY_S
-                self._end_those_that_hang(now)
+            self._policy.tick(now)
+        if self._stopping_since is None and now >= self._watch_at:
+            self._watch_at = now + WATCH_EVERY_S
+            self._look_for_hangs(now)
+        self._kill_overdue(now)
+        if now >= self._tick_at:
+            self._tick_at = now + TICK_S
+            self.listener.tick()
+
+    def _kill_overdue(self, now: float) -> None:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = now + 1.0
             self._processes.signal(signal.SIGKILL)
-        if now >= self._tick_at:
-            self._tick_at = now + TICK_S
-            self._listener.tick()
+        for slot, at in list(self._kill_one_at.items()):
+            if slot.end is not None:
+                del self._kill_one_at[slot]
+            elif now >= at:
+                self._kill_one_at[slot] = now + 1.0
+                self._processes.signal(signal.SIGKILL, slot.rank)
 
     def _read(self, slot: RankSlot, pipe: str) -> bytes | None:
         """Read what has come: None when nothing has, empty when nothing ever will again."""
@@ -118,7 +193,8 @@ class Attempt:
             for kind, fields in slot.reports.feed(data):
                 self._rehearsal.heard(kind, fields)
                 self._watch.heard(slot.rank, kind, fields)
-                self._listener.reported(slot.rank, kind, fields)
+                if not self._policy.reported(slot.rank, kind, fields, now):
+                    self.listener.reported(slot.rank, kind, fields)
         elif pipe == "out":
             self._show(slot, slot.out.feed(data, now), [])
         else:
@@ -127,9 +203,9 @@ class Attempt:
 
     def _show(self, slot: RankSlot, lines: list[str], error_lines: list[str]) -> None:
         for text in lines:
-            self._listener.line(slot.rank, text)
+            self.listener.line(slot.rank, text)
         for text in error_lines:
-            self._listener.error_line(slot.rank, text)
+            self.listener.error_line(slot.rank, text)
 
     def _read_all(self, slot: RankSlot) -> None:
         for pipe in slot.pipes:
@@ -138,24 +214,37 @@ class Attempt:
                 if not self._read(slot, pipe):
                     break
 
+    def _retire(self, slot: RankSlot) -> None:
+        """Another process takes the slot of one that has ended."""
+        self._show_rest(slot)
+        for descriptor in slot.pipes.values():
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+        slot.close()
+
+    def _show_rest(self, slot: RankSlot) -> None:
+        self._read_all(slot)
+        self._show(slot, slot.out.rest(), [*slot.err.idle(time.monotonic()), *slot.err.rest()])
+
     def _handle_events(self) -> None:
         for event in self._processes.events():
             if isinstance(event, RankExited):
                 self._exited(self._slots[event.rank], event)
         if self._processes.unkillable:
             pids = ", ".join(map(str, self._processes.unkillable))
-            self._listener.note(f"these rank processes could not be killed: {pids}")
+            self.listener.note(f"these rank processes could not be killed: {pids}")
 
     def _exited(self, slot: RankSlot, event: RankExited) -> None:
         self._read_all(slot)  # its last output came before its exit
         now = time.monotonic()
-        if event.with_reaper and self._stopping_since is None:
-            self._stopping_since = now  # none of them has failed by itself
-        killed, stopping = event.killed_by, self._stopping_since
+        if event.with_reaper:
+            self._note_stopping(now)  # none of them has failed by itself
+        stopping = self._stopping_since if slot.asked_at is None else slot.asked_at
+        killed = event.killed_by
         ours = stopping is not None and killed in (signal.SIGTERM, signal.SIGKILL)
         if killed and not ours and self._board.read(slot.rank).phase is Phase.DONE:
             # The interpreter crashed on its way out. The script had returned, so there is nothing to do again.
-            self._listener.note(
+            self.listener.note(
                 f"rank {slot.rank} was killed by {signal_name(killed)} during exit, after its work was done"
             )
             killed = 0
@@ -174,11 +263,8 @@ class Attempt:
             tail=slot.tail(),
         )
         slot.err.hold_s = float("inf") if end.exit_code else 0.0
-        if end.failed:
-            due = now + (BETTER_CAUSE_S if follows(end) else SAME_S)
-            self._decide_at = due if self._decide_at is None else min(self._decide_at, due)
-
-    # Stopping ------------------------------------------------------------------------------------------------------
+        self._oom_kills += end.out_of_memory
+        self._policy.ended(end, now)
 
     def _on_signal(self, number: int, now: float) -> None:
         """A signal came to the launcher."""
@@ -188,48 +274,30 @@ class Attempt:
             self._kill_at = now
         else:
             self._signal = self._signal or number
-            self._stop(now, number)
+            self.stop(now, number)
 
-    def _stop(self, now: float, number: int) -> None:
-        if self._stopping_since is None:
-            self._stopping_since = now
-        grace = self._job.shutdown_timeout_s
-        kill_at = now + (min(INTERRUPT_S, grace) if number == signal.SIGINT else grace)
-        self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
-        self._processes.signal(number)
-        self._processes.signal(signal.SIGCONT)  # a stopped rank would not receive it
-
-    def _end_those_that_hang(self, now: float) -> None:
-        if self._job.hang_timeout_s == 0 or self._decide_at is not None:
+    def _look_for_hangs(self, now: float) -> None:
+        if self._job.hang_timeout_s == 0:
             return
         living = {rank: pid for rank, pid in self._processes.living.items() if pid}
-        self._hang = self._watch.look(now, living)
-        if self._hang is None:
-            return
-        for rank in self._hang.ranks:
-            # On this signal faulthandler writes where each thread is. A core dump, which may take minutes to write, is
-            # not wanted.
-            with contextlib.suppress(OSError):
-                resource.prlimit(living[rank], resource.RLIMIT_CORE, (0, 0))
-            self._processes.signal(signal.SIGABRT, rank)
-            self._processes.signal(signal.SIGCONT, rank)
-        self._decide_at = now + BETTER_CAUSE_S  # sooner, when they have exited
+        if (hang := self._watch.look(now, living, self._policy.judged)) is not None:
+            self._policy.hung(hang, now)
 
     # The end -------------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        for slot in self._slots:
-            self._read_all(slot)
-            self._show(slot, slot.out.rest(), [*slot.err.idle(time.monotonic()), *slot.err.rest()])
-        self._listener.tick()
+        for slot in self._slots.values():
+            self._show_rest(slot)
+        self.listener.tick()
 
     def _outcome(self) -> JobOutcome:
-        ends = [slot.end for slot in self._slots if slot.end is not None]
-        failure = root_cause(ends, self._hang) or (REAPER_DIED if self._processes.reaper_died else None)
+        ends = [slot.end for slot in self._slots.values() if slot.end is not None]
+        failure = self._policy.failure(ends) or (REAPER_DIED if self._processes.reaper_died else None)
         name = signal.Signals(self._signal).name if self._signal else ""
         if self._signal == signal.SIGINT:
             return JobOutcome(INTERRUPT_EXIT, failure, signal=name)
         if failure is not None:
-            return JobOutcome(failure.exit_code, failure, signal=name)
+            return JobOutcome(failure.exit_code, failure, signal=name, final=self._policy.is_final)
         # Ranks that obeyed a signal have not failed, but the job may not have done its work.
-        return JobOutcome(next((end.exit_code for end in ends if end.exit_code), 0), signal=name)
+        counted = self._policy.count(ends)
+        return JobOutcome(next((end.exit_code for end in counted if end.exit_code), 0), signal=name)

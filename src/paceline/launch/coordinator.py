@@ -52,6 +52,8 @@ LOOPBACK = "127.0.0.1"
 STILLBORN = 3
 # Members that regroup leave one after the other. One that does not follow for this long is told that the others left.
 REGROUP_S = 5.0
+# A spare that is about to join is not worth a word.
+SAY_SHORT_S = 1.0
 # For so long a survivor may be busy with its step before it is said that it is waited for.
 SAY_AFTER_S = 10.0
 
@@ -68,8 +70,7 @@ class Stage(Enum):
 LEGAL = {
     Stage.FOUNDING: {Stage.FORMING, Stage.OVER},
     Stage.GATHERING: {Stage.FORMING, Stage.FINISHING, Stage.OVER},
-    # What members say comes by several pipes: one may have finished before it is read that another has formed.
-    Stage.FORMING: {Stage.GATHERING, Stage.WORKING, Stage.FINISHING, Stage.OVER},
+    Stage.FORMING: {Stage.GATHERING, Stage.WORKING, Stage.OVER},
     Stage.WORKING: {Stage.GATHERING, Stage.FINISHING, Stage.OVER},
     Stage.FINISHING: {Stage.OVER},
     Stage.OVER: set[Stage](),
@@ -84,6 +85,8 @@ class _Living:
     slot: int
     ready: MemberReady | None = None  # it waits for a generation
     joined: bool = False  # it has waited for one
+    generation: int = NEVER  # the last one that it was in, and its rank there
+    rank: int = NEVER
     failed: MemberFailed | None = None  # what its script has raised, unless it has caught that
     failed_at: float = 0.0
 
@@ -135,7 +138,7 @@ class Coordinator:
             return list(self._on_formed(member, generation, now))
         if isinstance(message, MemberFailed):
             return list(self._on_failed(living, message, now))
-        return list(self._on_finished(generation))
+        return list(self._on_finished(generation, now))
 
     def exited(self, member: int, how: Departure, now: float) -> list[Action]:
         """The process of a member has ended."""
@@ -158,11 +161,6 @@ class Coordinator:
         """The members that others may wait for. The watchdog judges these, and nobody who waits for a generation."""
         return frozenset(self._seats)
 
-    def rank_of(self, member: int) -> int:
-        """A member's rank in the last generation; NEVER outside of it."""
-        inside = self.generation is not None and member in self.generation.members
-        return self.generation.rank_of(member) if self.generation is not None and inside else NEVER
-
     # What members say -------------------------------------------------------------------------------------------------
 
     def _on_ready(self, living: _Living, message: MemberReady, now: float) -> Iterator[Action]:
@@ -181,8 +179,12 @@ class Coordinator:
 
     def _on_formed(self, member: int, generation: Generation, now: float) -> Iterator[Action]:
         self._formed.add(member)
-        if self.stage is not Stage.FORMING or self._formed < set(generation.members):
-            return
+        if self.stage is Stage.FORMING and self._formed >= set(generation.members):
+            yield from self._work(generation, now)
+            yield from self._fill_slots()
+            yield from self._go_on(now)
+
+    def _work(self, generation: Generation, now: float) -> Iterator[Action]:
         self._go(Stage.WORKING)
         took_s = now - self._over_since
         if self._ever_formed:
@@ -190,8 +192,6 @@ class Coordinator:
         self._ever_formed = True
         self._said.clear()
         yield Formed(generation, self._joined, took_s)
-        yield from self._fill_slots()
-        yield from self._go_on(now)
 
     def _on_failed(self, living: _Living, message: MemberFailed, now: float) -> Iterator[Action]:
         living.failed, living.failed_at = message, now
@@ -202,7 +202,9 @@ class Coordinator:
         else:
             yield from self._go_on(now)
 
-    def _on_finished(self, generation: Generation) -> Iterator[Action]:
+    def _on_finished(self, generation: Generation, now: float) -> Iterator[Action]:
+        if self.stage is Stage.FORMING:
+            yield from self._work(generation, now)  # that the others have formed it is still on its way
         yield from self._tell_members(generation, Finished(generation.number))
         for member in self._living:
             if member not in generation.members:
@@ -216,13 +218,12 @@ class Coordinator:
         step, cause = how.step, how.cause
         if living.failed is not None:  # which was counted when it said so
             step, cause = living.failed.step, f"raised {living.failed.reason}"
-        rank = self.rank_of(living.member)
-        yield Lost(self._note_loss(Loss(living.member, living.slot, rank, step, cause)))
+        yield Lost(self._note_loss(Loss(living.member, living.slot, living.rank, step, cause)))
         if living.member in self._seats:
             yield from self._leave(living.member, cause, now)
         hopeless = False
-        if self.generation is not None and rank != NEVER and living.failed is None and not how.from_outside:
-            hopeless = self._retries.is_hopeless(self.generation.number, step, cause)
+        if living.generation != NEVER and living.failed is None and not how.from_outside:
+            hopeless = self._retries.is_hopeless(living.generation, step, cause)
         limit = self._terms.max_losses
         if limit is not None and len(self.losses) > limit:
             yield self._give_up(f"{_ranks(len(self.losses))} lost, and at most {limit} may be")
@@ -315,8 +316,9 @@ class Coordinator:
         self._joined = len(set(members) - set(before.members if before is not None else ()))
         self._seats, self._formed = set(members), set()
         self._quiet, self._short_since, self._enough_since, self._asked_at = None, None, None, now
-        for member in members:
-            self._living[member].ready = None
+        for rank, member in enumerate(members):
+            living = self._living[member]
+            living.ready, living.generation, living.rank = None, number, rank
         self._go(Stage.FORMING)
         yield from self._tell_seats(self.generation)
 
@@ -371,7 +373,7 @@ class Coordinator:
                     f"{_ranks(there)} there of at least {terms.minimum}, for longer than {limit_s:g} s; {coming} did "
                     f"not start in that time"
                 )
-            else:
+            elif now - self._short_since >= SAY_SHORT_S:
                 yield from self._say(
                     f"{_ranks(there)} left of at least {terms.minimum}: waiting for {coming} to start, for at most "
                     f"{limit_s:g} s"

@@ -86,6 +86,13 @@ def names_a_peer_failure(message: str) -> bool:
     return bool(_FOLLOWS.search(message))
 
 
+def cause_of(end: End) -> str:
+    """What a rank did, in some words that continue "rank 1 "."""
+    if end.traceback is not None:
+        return cut(f"raised {end.traceback.message[0]}", 300)
+    return _explain(end)[0]
+
+
 def _hang_failure(ends: Sequence[End], hang: Hang) -> JobFailure:
     ranks = hang.ranks
     stack = next((found for end in ends if end.rank in ranks and (found := thread_stack(end.tail))), ())

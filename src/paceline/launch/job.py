@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.faults.fault import Fault
+from paceline.launch.elastic_actions import Formed, Loss
 
 WATCHDOG_EXIT = 124
 INTERRUPT_EXIT = 130
@@ -45,6 +46,7 @@ class Job:
     Ranks that exit with one of `final_codes` are not restarted.
     `hang_timeout_s` replaces the learned timeout of the watchdog; 0 turns the watchdog off.
     `faults` are to happen on purpose; each is armed in all ranks until it has.
+    With `elastic`, ranks whose script allows it are replaced one by one; `ranks` is the maximum of them then.
     """
 
     command: tuple[str, ...]
@@ -60,17 +62,26 @@ class Job:
     run_id: str = ""
     role: str = "default"
     faults: tuple[Fault, ...] = ()
+    elastic: ElasticTerms | None = None
+
+    @property
+    def slots(self) -> int:
+        """How many processes there may be at once."""
+        return self.ranks + (self.elastic.spares if self.elastic is not None else 0)
 
     def __post_init__(self) -> None:
         if self.master_port > 65535:
             raise UsageError(f"master_port must be at most 65535, got {self.master_port}")
+        if self.elastic is not None and self.ranks != self.elastic.maximum:
+            raise UsageError(f"ranks must be the maximum of {self.elastic.maximum} in an elastic job, got {self.ranks}")
         for fault in self.faults:
-            if fault.rank >= self.ranks:
-                there = "0" if self.ranks == 1 else f"0 to {self.ranks - 1}"
+            if fault.rank >= self.slots:
+                there = "0" if self.slots == 1 else f"0 to {self.slots - 1}"
                 raise UsageError(f"fault {str(fault)!r}: there is no rank {fault.rank}; expected {there}, or all")
-        if self.gpu_ids is not None and len(self.gpu_ids) < self.ranks:
+        if self.gpu_ids is not None and len(self.gpu_ids) < self.slots:
+            who = f"{self.ranks} ranks" + (f" and {self.slots - self.ranks} spares" if self.slots > self.ranks else "")
             raise UsageError(
-                f"{self.ranks} ranks need {self.ranks} GPUs, got {len(self.gpu_ids)} in gpu_ids="
+                f"{who} need {self.slots} GPUs, got {len(self.gpu_ids)} in gpu_ids="
                 f"{','.join(map(str, self.gpu_ids))}; name more of them or start fewer ranks"
             )
 
@@ -98,11 +109,12 @@ class JobFailure:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended. `signal` names the signal that ended it from outside, if one did."""
+    """How a job ended. `signal` names the signal that ended it from outside, if one did; `final`: do not try again."""
 
     exit_code: int
     failure: JobFailure | None = None
     signal: str = ""
+    final: bool = False
 
 
 class Listener:
@@ -123,6 +135,12 @@ class Listener:
 
     def note(self, text: str) -> None:
         """A message of the launcher itself."""
+
+    def lost(self, loss: Loss) -> None:
+        """A member of an elastic job was lost."""
+
+    def formed(self, formed: Formed) -> None:
+        """The members of an elastic job have formed a generation."""
 
     def restarting(self, attempt: int, failure: JobFailure) -> None:
         """All ranks are about to be restarted, for the `attempt`-th time."""

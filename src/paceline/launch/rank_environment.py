@@ -5,6 +5,7 @@ import socket
 
 from paceline.errors import UsageError
 from paceline.launch.job import Job
+from paceline.rank_report import MEMBER_NAME
 
 LOOPBACK = "127.0.0.1"
 # Unless the user has set them.
@@ -13,6 +14,15 @@ DEFAULTS = {
     "PYTHONFAULTHANDLER": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+}
+# In an elastic job a survivor aborts the communicator and goes on: nothing of NCCL's own may end its process, or wait.
+# torch prints stack frames of its C++ when the rank that held the store is gone, which is nothing to worry about there.
+OF_MEMBERS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
@@ -29,8 +39,8 @@ def rendezvous_variables(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def environment_of(job: Job, rank: int, port: int, attempt: int) -> dict[str, str]:
-    """All variables of one rank: those of this process, torchrun's, and ours."""
+def environment_of(job: Job, rank: int, port: int, attempt: int, member: int | None = None) -> dict[str, str]:
+    """All variables of one rank, or of one `member` of an elastic job: those of this process, torchrun's, and ours."""
     found = {**os.environ, **job.environment}
     found.update(
         rendezvous_variables(rank, job.ranks, port),
@@ -45,7 +55,10 @@ def environment_of(job: Job, rank: int, port: int, attempt: int) -> dict[str, st
         TORCHELASTIC_USE_AGENT_STORE="False",
         PACELINE_RUN_DIR=str(job.run_dir.absolute()),
     )
-    found = {**DEFAULTS, **({"OMP_NUM_THREADS": "1"} if job.ranks > 1 else {}), **found}
+    of_members = OF_MEMBERS if member is not None else {}
+    found = {**DEFAULTS, **of_members, **({"OMP_NUM_THREADS": "1"} if job.ranks > 1 else {}), **found}
+    if member is not None:
+        found[MEMBER_NAME] = str(member)
     if job.gpu_ids is not None:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, job.gpu_ids))
     return found

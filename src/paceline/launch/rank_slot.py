@@ -57,29 +57,52 @@ def _goes_on(lines: list[str]) -> bool:
     return any(line and not line.startswith(AFTER_TRACEBACK) for line in lines)
 
 
-class RankSlot:
-    """One rank: the pipes it writes to, its log, and how it ended. `note` receives what is wrong with the log."""
+class RankLog:
+    """The file that gets all that the processes of one slot write. `note` receives what is wrong with it."""
 
-    def __init__(self, rank: int, log: Path, note: Callable[[str], None]) -> None:
-        self.rank = rank
-        self.end: End | None = None
-        self.out, self.err, self.reports = Lines(rank), RankErrors(rank), ReportReader()
-        self.pipes: dict[str, int] = {}  # our ends of "out", "err" and "report"
-        self._log_path = log
-        self._log: BinaryIO | None = None
-        self._note = note
-
-    def open_log(self, attempt: int) -> None:
+    def __init__(self, path: Path, again: bool, note: Callable[[str], None]) -> None:
+        self._path, self._note = path, note
         try:
-            self._log_path.parent.mkdir(parents=True, exist_ok=True)
-            self._log = self._log_path.open("ab" if attempt else "wb", buffering=0)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO | None = path.open("ab" if again else "wb", buffering=0)
         except OSError as error:
             raise UsageError(
-                f"the log {self._log_path} cannot be written: {error.strerror or error}; choose another folder, for "
-                f"instance with --log-dir"
+                f"the log {path} cannot be written: {error.strerror or error}; choose another folder, for instance "
+                f"with --log-dir"
             ) from error
-        if attempt:
-            self._write_log(f"--- restart {attempt} ---\n".encode())
+
+    def write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            # A full disk is no reason to end a training.
+            self.close()
+            self._note(f"{self._path} is no longer written: {error.strerror or error}")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class RankSlot:
+    """One process of one rank: the pipes between it and its launcher, and how it ended.
+
+    `member` is its number in an elastic job, where others may run in the slot before and after it.
+    """
+
+    def __init__(self, rank: int, log: RankLog, member: int | None = None) -> None:
+        self.rank = rank
+        self.member = member
+        self.end: End | None = None
+        self.asked_at: float | None = None  # when it alone was asked to end
+        self.out, self.err, self.reports = Lines(rank), RankErrors(rank), ReportReader()
+        self.pipes: dict[str, int] = {}  # our ends of "out", "err" and "report"
+        self._log = log
+        self._membership: int | None = None  # our end of the pipe in which a member is told about its generation
+        self._untold = b""
 
     @contextmanager
     def open_pipes(self) -> Iterator[dict[str, int]]:
@@ -89,6 +112,9 @@ class RankSlot:
             for name in ("out", "err", "report"):
                 self.pipes[name], theirs[name] = os.pipe()
                 os.set_blocking(self.pipes[name], False)
+            if self.member is not None:
+                theirs["membership"], self._membership = os.pipe()
+                os.set_blocking(self._membership, False)
             yield theirs
         finally:
             for descriptor in theirs.values():
@@ -101,8 +127,19 @@ class RankSlot:
         except BlockingIOError:
             return None
         if pipe != "report":
-            self._write_log(data)
+            self._log.write(data)
         return data
+
+    def tell(self, line: bytes = b"") -> None:
+        """Write a line to a member; what its pipe has no room for now, the next call writes."""
+        self._untold += line
+        while self._untold and self._membership is not None:
+            try:
+                self._untold = self._untold[os.write(self._membership, self._untold) :]
+            except BlockingIOError:
+                return
+            except BrokenPipeError:  # it is about to be seen that it has ended
+                self._untold = b""
 
     def tail(self) -> tuple[str, ...]:
         """Its last lines of standard error, or of standard output if it wrote no errors."""
@@ -111,16 +148,7 @@ class RankSlot:
     def close(self) -> None:
         for descriptor in self.pipes.values():
             os.close(descriptor)
-        if self._log is not None:
-            self._log.close()
-
-    def _write_log(self, data: bytes) -> None:
-        if self._log is None:
-            return
-        try:
-            self._log.write(data)
-        except OSError as error:
-            # A full disk is no reason to end a training.
-            self._log.close()
-            self._log = None
-            self._note(f"{self._log_path} is no longer written: {error.strerror or error}")
+        self.pipes.clear()
+        if self._membership is not None:
+            os.close(self._membership)
+            self._membership = None

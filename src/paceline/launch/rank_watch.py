@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.launch.lines import name_ranks
-from paceline.launch.reports import ProgressBoard
+from paceline.launch.reports import Mark, ProgressBoard
 from paceline.launch.tracebacks import own_line
 from paceline.launch.watchdog import Hang, Watchdog, is_silent
 from paceline.phase import Phase
@@ -28,11 +28,20 @@ class RankWatch:
         if kind == "rests" and isinstance(stack := fields.get("stack"), list):
             self._rests[rank] = time.monotonic(), [str(line) for line in stack]
 
-    def look(self, now: float, living: Mapping[int, int]) -> Hang | None:
-        """The ranks that hang, if any do. `living` are the process ids of ranks."""
-        marks = {rank: self._board.read(rank) for rank in living}
-        statuses = {rank: read_status(pid) for rank, pid in living.items()}
-        beats = {rank: self._board.beat(rank) for rank in living}
+    def forget(self, rank: int) -> None:
+        """Another process is about to be this rank."""
+        self._board.clear(rank)
+        self._watchdog.forget(rank)
+        self._rests.pop(rank, None)
+
+    def look(
+        self, now: float, living: Mapping[int, int], judged: Callable[[Mapping[int, Mark]], Mapping[int, Mark]]
+    ) -> Hang | None:
+        """Ranks that hang, if any do. `living` are the process ids of ranks, of which `judged` says who it may be."""
+        if not (marks := judged({rank: self._board.read(rank) for rank in living})):
+            return None
+        statuses = {rank: read_status(living[rank]) for rank in marks}
+        beats = {rank: self._board.beat(rank) for rank in marks}
         hang = self._watchdog.look(now, marks, statuses, beats, lambda rank: stopped_children(living[rank]))
         if hang is not None:
             return hang

@@ -70,6 +70,10 @@ class ProgressBoard:
         beat: int = BEAT.unpack_from(self._memory, rank * PROGRESS_SLOT + BEAT_AT)[0]
         return beat / 1e9
 
+    def clear(self, rank: int) -> None:
+        """Forget what was noted: another process is about to be this rank."""
+        self._memory[rank * PROGRESS_SLOT : (rank + 1) * PROGRESS_SLOT] = bytes(PROGRESS_SLOT)
+
     def close(self) -> None:
         self._memory.close()
         os.close(self.descriptor)

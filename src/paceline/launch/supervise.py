@@ -9,8 +9,8 @@ from paceline.launch.rank_environment import reserve_port
 from paceline.launch.rehearsal import Rehearsal
 from paceline.launch.signals import PendingSignals
 
-# Open files of a launcher: three pipes and a log for each rank, and some of its own.
-FILES_PER_RANK = 4
+# Open files of a launcher: three or four pipes and a log for each rank, and some of its own.
+FILES_PER_RANK = 5
 OWN_FILES = 24
 
 
@@ -20,15 +20,15 @@ def supervise(job: Job, listener: Listener) -> JobOutcome:
     Signals to this process are forwarded to the ranks if it is called in the main thread. When it returns, or when this
     process dies in whatever way, no process of the job is left on this machine.
     """
-    _check_open_files(job.ranks)
+    _check_open_files(job.slots)
     rehearsal = Rehearsal(job.faults)
     with PendingSignals() as signals:
         for attempt in range(job.max_restarts + 1):
             # A restart takes another port: somebody may still be connected to the old one.
             with reserve_port(0 if attempt else job.master_port) as port:
                 outcome = Attempt(job, attempt, port.getsockname()[1], listener, signals, rehearsal).run()
-            final = outcome.signal or outcome.exit_code in job.final_codes or attempt == job.max_restarts
-            if final or outcome.failure is None:
+            final = outcome.final or outcome.signal or outcome.exit_code in job.final_codes
+            if final or attempt == job.max_restarts or outcome.failure is None:
                 break
             listener.restarting(attempt + 1, outcome.failure)
     if unmet := rehearsal.unmet():

@@ -107,6 +107,10 @@ class Watchdog:
         self._looked_at: float | None = None
         self._woke_at = 0.0  # since when the launcher has run without a gap
 
+    def forget(self, rank: int) -> None:
+        """Another process is this rank from now on."""
+        self._seen[rank] = _RankHistory()
+
     def patience_s(self, phase: Phase = Phase.FORWARD, *, idle: bool = False) -> float:
         """How long a rank may note nothing in `phase`."""
         if phase in _UNHURRIED:

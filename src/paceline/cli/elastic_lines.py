@@ -1,0 +1,45 @@
+"""What is said of an elastic job: a line for each loss, a line for each generation, and the sum of it at the end."""
+
+from paceline.launch import Formed, Loss
+from paceline.member_messages import NEVER
+
+
+class ElasticLines:
+    """Makes the lines, and remembers for the last of them."""
+
+    def __init__(self) -> None:
+        self._losses = 0
+        self._generations = 0
+        self._joined = 0
+        self._between_s: list[float] = []
+
+    def lost(self, loss: Loss) -> str:
+        """Who was lost, why, and at which step."""
+        self._losses += 1
+        if loss.rank == NEVER:
+            return f"a process in slot {loss.slot}, which had no rank yet, {loss.cause}"
+        slot = "" if loss.slot == loss.rank else f" (slot {loss.slot})"
+        step = "" if loss.step == NEVER else f" (at step {loss.step})"
+        return f"rank {loss.rank}{slot} {loss.cause}{step}"
+
+    def formed(self, formed: Formed) -> str:
+        """How many ranks there are now, which state they have, and how long that took."""
+        generation = formed.generation
+        self._generations += 1
+        ranks = "1 rank" if generation.size == 1 else f"{generation.size} ranks"
+        if generation.number == 0:
+            return f"generation 0: {ranks} after {formed.took_s:.1f} s"
+        self._joined += formed.joined
+        self._between_s.append(formed.took_s)
+        new = f" ({formed.joined} new)" if formed.joined else ""
+        start = "from the newest checkpoint" if generation.source is None else f"from step {generation.step}"
+        go = "goes" if generation.size == 1 else "go"
+        return f"generation {generation.number}: {ranks}{new} {go} on {start} after {formed.took_s:.2f} s"
+
+    def summary(self) -> list[str]:
+        """Nothing, if nothing was lost."""
+        if not self._losses:
+            return []
+        lost = "1 rank was lost" if self._losses == 1 else f"{self._losses} ranks were lost"
+        between = f"{self._generations} generations, {sum(self._between_s):.2f} s between them"
+        return [f"{lost} and {self._joined} joined later; {between}"]

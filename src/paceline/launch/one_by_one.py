@@ -1,0 +1,161 @@
+"""The policy of an elastic job: processes are replaced one by one, as its coordinator says."""
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.launch.coordinator import Coordinator, Stage
+from paceline.launch.elastic_actions import (
+    Action,
+    Departure,
+    EndMember,
+    Formed,
+    GiveUp,
+    Lost,
+    Spawn,
+    Tell,
+    Waiting,
+)
+from paceline.launch.failure import End, cause_of, follows, root_cause
+from paceline.launch.job import ElasticTerms, JobFailure
+from paceline.launch.policy import AllOrNothing, Supervisor
+from paceline.launch.reports import Mark
+from paceline.launch.watchdog import Hang
+from paceline.member_messages import NEVER, Refused, from_member, to_line
+from paceline.phase import Phase
+
+# A process that is not needed any more holds nothing that is worth waiting for.
+DISMISS_S = 3.0
+# How long a process has to write where its threads are.
+ABORT_S = 5.0
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class OneByOne:
+    """Until one of its processes says that it is a member, the job is all or nothing: it may run any script."""
+
+    def __init__(self, supervisor: Supervisor, terms: ElasticTerms) -> None:
+        self._supervisor = supervisor
+        self._coordinator = Coordinator(terms)
+        self._plain: AllOrNothing | None = AllOrNothing(supervisor, terms.maximum)
+        self._slots: dict[int, int] = {}  # member → slot, of all that were ever started
+        self._members: dict[int, int] = {}  # slot → the newest member in it
+        self._ended_early: list[End] = []
+        self._hung: dict[int, Hang] = {}  # by member: what the watchdog has ended
+        self._last_lost: End | None = None
+        self._given_up: GiveUp | None = None
+
+    def begin(self, now: float) -> None:
+        self._do(self._coordinator.start(now), now)
+
+    def reported(self, rank: int, kind: str, fields: Mapping[str, Any], now: float) -> bool:
+        message = from_member(kind, fields)
+        if message is None:
+            return False
+        self._become_elastic(now)
+        self._do(self._coordinator.said(self._members[rank], message, now), now)
+        return True
+
+    def ended(self, end: End, now: float) -> None:
+        if self._plain is not None:
+            self._plain.ended(end, now)
+            self._ended_early.append(end)
+        else:
+            self._lose(end, now)
+
+    def judged(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark]:
+        if self._plain is not None:
+            return self._plain.judged(marks)
+        awaited = {self._slots[member] for member in self._coordinator.awaited - self._hung.keys()}
+        found = {slot: mark for slot, mark in marks.items() if slot in awaited}
+        if self._coordinator.stage is not Stage.FORMING:
+            return found
+        # Taking state over is one long wait for all of them, with a limit of its own. To be stopped is another thing.
+        return {slot: mark._replace(phase=_patient(mark.phase)) for slot, mark in found.items()}
+
+    def hung(self, hang: Hang, now: float) -> None:
+        if self._plain is not None:
+            self._plain.hung(hang, now)
+            return
+        self._hung.update({self._members[slot]: hang for slot in hang.ranks})
+        self._supervisor.abort(hang.ranks, now, ABORT_S)
+
+    def tick(self, now: float) -> None:
+        if self._plain is not None:
+            self._plain.tick(now)
+        else:
+            self._do(self._coordinator.tick(now), now)
+
+    def stopping(self) -> None:
+        self._coordinator.stop()
+
+    def count(self, ends: Sequence[End]) -> list[End]:
+        if self._plain is not None or self._coordinator.generation is None:
+            return list(ends)
+        # Whoever was lost before the end has been replaced, and spares were told to go.
+        last = {self._members[end.rank]: end for end in ends}
+        members = self._coordinator.generation.members
+        return [replace(last[member], rank=rank) for rank, member in enumerate(members) if member in last]
+
+    def failure(self, ends: Sequence[End]) -> JobFailure | None:
+        if self._plain is not None:
+            return self._plain.failure(ends)
+        if self._given_up is None:
+            return root_cause(self.count(ends))
+        reason = self._given_up.reason
+        last = root_cause([replace(self._last_lost, asked=False)]) if self._last_lost is not None else None
+        if last is None:
+            return JobFailure((), 1, reason)
+        return replace(last, summary=reason, details=(f"the last of them: {last.summary}", *last.details))
+
+    @property
+    def is_final(self) -> bool:
+        return self._given_up is not None and self._given_up.final
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _become_elastic(self, now: float) -> None:
+        if self._plain is not None:
+            self._plain = None
+            for end in self._ended_early:
+                self._lose(end, now)
+
+    def _lose(self, end: End, now: float) -> None:
+        member = self._members[end.rank]
+        hang = self._hung.get(member)
+        cause = cause_of(end) if hang is None else f"{hang.how}: {hang.reason}"
+        outside = end.killed_by in FROM_OUTSIDE and not end.out_of_memory and hang is None
+        how = Departure(cause, self._supervisor.step_of(end.rank), from_outside=outside or follows(end))
+        actions = self._coordinator.exited(member, how, now)
+        for rank in (action.loss.rank for action in actions if isinstance(action, Lost)):
+            self._last_lost = replace(end, rank=end.rank if rank == NEVER else rank)
+        self._do(actions, now)
+
+    def _do(self, actions: Iterable[Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, Spawn):
+                self._slots[action.member], self._members[action.slot] = action.slot, action.member
+                self._supervisor.start(action.slot, action.member)
+            elif isinstance(action, Tell):
+                self._supervisor.tell(self._slots[action.member], to_line(action.message))
+            elif isinstance(action, EndMember):
+                self._supervisor.end(self._slots[action.member], now, DISMISS_S)
+            elif isinstance(action, Lost):
+                self._supervisor.listener.lost(action.loss)
+            elif isinstance(action, Formed):
+                self._supervisor.listener.formed(action)
+            elif isinstance(action, Waiting):
+                self._supervisor.listener.note(action.text)
+            else:
+                self._give_up(action, now)
+
+    def _give_up(self, action: GiveUp, now: float) -> None:
+        self._given_up = action
+        for slot in self._members:
+            self._supervisor.tell(slot, to_line(Refused(action.reason)))
+        self._supervisor.stop(now, signal.SIGTERM)
+
+
+def _patient(phase: Phase) -> Phase:
+    return phase if phase in (Phase.STARTING, Phase.IDLE, Phase.DONE) else Phase.CHECKPOINT
