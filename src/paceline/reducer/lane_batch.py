@@ -9,9 +9,10 @@ from paceline.collectives.reduction import LaneBlock
 from paceline.errors import BackwardAborted, UnreducedGradients, UsageError
 from paceline.reducer import lane_shapes, report_errors
 from paceline.reducer.autograd import Backward
+from paceline.reducer.damaged_messages import check_damage
 from paceline.reducer.lanes import Lanes, LaneState
 from paceline.reducer.participation import abandon, abort
-from paceline.reducer.report import Mode, StepReport
+from paceline.reducer.report import Abort, Mode, StepReport
 from paceline.reducer.step import StepRole
 from paceline.reducer.unreduced import drop_all, first_with_gradient
 
@@ -29,6 +30,7 @@ class LaneBatch:
     def __init__(self, reducer: "Reducer", lanes: Lanes) -> None:
         self._reducer = reducer
         self.lanes = lanes
+        self._damaged: list[tuple[int, int]] = []  # messages that have changed on their way here: bucket and sender
 
     # ---- what the reducer asks
 
@@ -70,7 +72,10 @@ class LaneBatch:
         return self.lanes.blocks(bucket, flat)
 
     def check(self, rows: Sequence[StepReport]) -> None:
-        lane_shapes.check(rows, self.lanes, self._reducer.group)
+        if any(row.abort is not Abort.NO for row in rows):
+            check_damage(rows, self._damaged, self._reducer.group)
+        else:
+            lane_shapes.check(rows, self.lanes, self._reducer.group)
 
     def begin_backward(self) -> None:
         """A backward begins: it has to be one of the lane that runs."""
@@ -141,6 +146,7 @@ class LaneBatch:
     def reset(self, *, memory_lost: bool) -> None:
         if memory_lost:
             self.lanes.forget_memory()
+        self._damaged.clear()
         self.lanes.end()
 
     def memory_moved(self) -> None:
@@ -164,6 +170,11 @@ class LaneBatch:
                 f"this rank have run, so there are no gradients of this step yet; step after the loop over "
                 f"model.lanes()"
             )
+
+    def note_damage(self, bucket: int, sender: int) -> None:
+        """What rank `sender` has sent of a bucket is not what has come here."""
+        self._damaged.append((bucket, sender))
+        self._reducer.contribution.abort = Abort.DAMAGED
 
     # ---- what the loop over lanes calls
 

@@ -11,7 +11,7 @@ from paceline.collectives.gather import gather_bytes
 from paceline.collectives.group import Group
 from paceline.errors import UsageError
 from paceline.reducer.lanes import Lanes, Shapes
-from paceline.reducer.report import Abort, StepReport
+from paceline.reducer.report import StepReport
 
 NONE, DIFFERENT = 0, -1  # no hash is -1
 MAX_DESCRIPTION_BYTES = 512
@@ -28,7 +28,7 @@ def shape_digest(lanes: Lanes) -> int:
 def check(rows: Sequence[StepReport], lanes: Lanes, group: Group) -> None:
     """All ranks call it, with the same reports, and all raise or none does."""
     found = {row.lane_shape for row in rows} - {NONE}
-    if any(row.abort is not Abort.NO for row in rows) or (len(found) < 2 and DIFFERENT not in found):
+    if len(found) < 2 and DIFFERENT not in found:
         return
     payloads = gather_bytes(
         group, _describe_shapes(lanes).encode()[:MAX_DESCRIPTION_BYTES], "the shapes of microbatches"

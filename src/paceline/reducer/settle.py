@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from paceline.reducer import report_errors
 from paceline.reducer.buckets import BucketSet
-from paceline.reducer.damaged_messages import damaged_messages
 from paceline.reducer.late_gradients import drop_late, reduce_late, scale_of_late
 from paceline.reducer.report import Abort, Mode, StepReport
 from paceline.reducer.settings import ReducerSettings
@@ -51,9 +50,6 @@ def settle(reducer: "Reducer", rows: Sequence[StepReport]) -> Settled:
         reducer.on_finished()
     if is_aborted(rows):
         drop_late(reducer.bucket_set.slots)
-        if any(row.abort is Abort.DAMAGED for row in rows):
-            seen = reducer.contribution.damaged
-            return Settled(error=damaged_messages(seen, reducer.group, reducer.reductions_begun), aborted=True)
         return _aborted(rows, own=reducer.contribution.role is StepRole.ABORTED)
     settled = _make_means(reducer, rows)
     if reducer.schedule.observer is not None:

@@ -36,7 +36,6 @@ class Contribution:
     def __init__(self) -> None:
         self.role = StepRole.FULL
         self.abort = Abort.NO
-        self.damaged: list[tuple[int, int]] = []  # messages that have changed on their way here: bucket and sender
         self.late = 0  # gradients that came after their bucket had left
         self.unused = 0  # parameters that took no part here, where that matters
         self.graph_error: GraphChanged | None = None
@@ -74,11 +73,6 @@ class Contribution:
             used=all_used(len(slots)) if everything else used_bits(slots),
             lane_weights=reducer.batch.lane_weights(),
         )
-
-    def note_damage(self, bucket: int, sender: int) -> None:
-        """What rank `sender` has sent of a bucket is not what has come here."""
-        self.abort = Abort.DAMAGED
-        self.damaged.append((bucket, sender))
 
     def mark_aborted(self) -> None:
         """No rank has gradients of this reduction: a backward of this one has failed."""

@@ -19,6 +19,7 @@ from paceline.placement import find_units, group_by_unit
 from paceline.progress import own_progress
 from paceline.reducer.allocate import Sharding
 from paceline.reducer.buckets import BucketSet
+from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.lanes import Lanes
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.repeated_lane import AuditedLanes
@@ -166,7 +167,8 @@ def _on_damage(replica: "DistributedDataParallel") -> OnDamage | None:
 
     def note(bucket: int, sender: int) -> None:
         if (alive := known()) is not None:
-            alive._core.contribution.note_damage(bucket, sender)
+            assert isinstance(alive._core.batch, LaneBatch)
+            alive._core.batch.note_damage(bucket, sender)
 
     return note
 
