@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.collectives.protocols import Transport, Watch, Work
-from paceline.errors import PacelineError, PeerAbsent, PeerLost
+from paceline.errors import CollectiveError, PacelineError, PeerAbsent, PeerLost
 from paceline.progress import Phase, own_progress
 
 # Long enough to cost nothing, short enough that Ctrl-C is felt at once: Python runs signal handlers between slices.
@@ -93,10 +93,13 @@ def finish(
             waited_s = time.monotonic() - started
             try:
                 watch.look(what, waited_s)
-            except PeerLost:
+            except PeerLost as lost:
                 # It may have done its part before it ended, and what it sent has only just arrived.
-                if _wait_slice(work, what, watch, started, slice_s):
-                    return
+                try:
+                    if _wait_slice(work, what, watch, started, slice_s):
+                        return
+                except CollectiveError:
+                    raise lost from None  # it says more
                 raise
             if timeout_s is not None and waited_s >= timeout_s:
                 missing = watch.absent()

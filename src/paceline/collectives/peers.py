@@ -90,6 +90,7 @@ class PeerRecord:
     answers: bool = False  # it has noticed a failure, and lives
     blames: list[int] = field(default_factory=list)
     ended: bool = False  # it has left the group, and will start nothing in it any more
+    failed: str = ""  # the end of the traceback that ends it
     # A deadlock this rank has seen: the text, and since when the threads of each rank had waited. Those that still wait
     # since then raise it too, even if they look only after the first has left.
     verdict: tuple[str, list[list[float]]] | None = None
@@ -117,6 +118,8 @@ class OwnState:
         self.lock = threading.Lock()
         self.posting = threading.Lock()
         self.posted: PeerRecord | None = None
+        self.size = 0
+        self.hosts_store = False
         self.pid = os.getpid()
         self._threads: set[int] = set()
         self._waits: dict[int, Wait] = {}
@@ -182,6 +185,12 @@ def own_state(store: Store, rank: int) -> OwnState:
     if state is None or state.pid != os.getpid():
         state = ranks[rank] = OwnState()
     return state
+
+
+def own_states() -> list[tuple[Store, int, OwnState]]:
+    """All groups that this process is in: their stores, its rank there, and what it says."""
+    pid = os.getpid()
+    return [(store, rank, own) for store, ranks in _own.items() for rank, own in ranks.items() if own.pid == pid]
 
 
 class PeerBoard:

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 from paceline.collectives.call_site import call_site, describe_site
 from paceline.collectives.deadlock import DeadlockDetector
+from paceline.collectives.failure_notice import failures_posted_at_exit
 from paceline.collectives.peers import OwnState, PeerBoard, PeerRecord, Wait
 from paceline.collectives.store_call import StoreCall, calls_joined_at_exit
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerAbsent, PeerLost
@@ -100,6 +101,8 @@ class StoreWatch:
         newest = None if self._member is None else self._member.generation
         self._generation = None if newest is None else newest.number
         calls_joined_at_exit()
+        failures_posted_at_exit()
+        self._own.size, self._own.hosts_store = size, self._own.hosts_store or store_host == rank
         if self._own.posted is None:
             self._post_soon()  # who this rank is, so that others can tell when it dies
 
@@ -245,7 +248,11 @@ class StoreWatch:
 
     def _first_to_fail(self) -> list[int]:
         """The dead that blamed nobody before they died; else whoever is blamed by others."""
-        dead = [peer for peer, record in self._records.items() if self._has_left(record) or self._is_dead(record)]
+        dead = [
+            peer
+            for peer, record in self._records.items()
+            if record.failed or self._has_left(record) or self._is_dead(record)
+        ]
         if dead:
             self._ask(patience_s=0.2)  # what the dead have posted is final now
         first = [peer for peer in dead if not self._records[peer].blames]
@@ -290,12 +297,16 @@ class StoreWatch:
         names = " and ".join(f"rank {peer}{_brackets(self._records.get(peer))}" for peer in lost)
         known = [self._records.get(peer) for peer in lost]  # one that was never heard of may be blamed, or missing
         how = "left the group" if all(record is not None and record.ended for record in known) else "died"
-        return PeerLost(
+        error = PeerLost(
             f"{names} {how} while rank {self._rank} waited {waited_s:.1f} s in {what}{self._at()}{reason}; see the log "
             f"of that rank for the cause, then start it again or form a group without it. If it exited normally, "
             f"the ranks probably had different numbers of batches: see join()",
             ranks=lost,
         )
+        for peer, record in zip(lost, known, strict=True):
+            if record is not None and record.failed:
+                error.add_note(f"What ended rank {peer}:\n{record.failed}")
+        return error
 
     def _raise_if_deadlocked(self) -> None:
         verdict = self._verdict()

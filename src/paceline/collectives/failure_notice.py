@@ -1,0 +1,63 @@
+"""The error that ends a rank, told to the others before its process is gone.
+
+Others would learn of its death alone, and where several machines take part its log is far away. The notice is posted
+on the group's store when the main thread has ended with an exception: before other threads are joined, and while all
+connections still stand.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from functools import cache
+
+from paceline.collectives.peers import PeerBoard, own_states
+from paceline.collectives.store_call import StoreCall
+from paceline.errors import CollectiveError
+
+POST_S = 0.5
+# A rank whose process holds the store stays so long for others to read it there.
+STAY_S = 1.0
+LOOK_S = 0.02
+LINES, WIDTH = 24, 200
+
+
+@cache
+def failures_posted_at_exit() -> None:
+    """From the first call on, an exception that ends this process is posted to all groups that it is in."""
+    threading._register_atexit(_post, os.getpid())  # type: ignore[attr-defined]  # in order, unlike atexit's
+
+
+def notice_of(error: BaseException) -> str:
+    """The end of a traceback, in lines that no reader takes for a traceback of the rank that shows them."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    lines = [line[:WIDTH] for line in text.splitlines()]
+    if len(lines) > LINES:
+        lines = [lines[0], "  …", *lines[2 - LINES :]]
+    return "\n".join(f"  | {line}" for line in lines)
+
+
+def _post(pid: int) -> None:
+    error = getattr(sys, "last_value", None)
+    # Whoever fails because of another one has nothing to say, and Ctrl-C is no failure.
+    if os.getpid() != pid or not isinstance(error, Exception) or isinstance(error, CollectiveError):
+        return
+    notice = notice_of(error)
+    for store, rank, own in own_states():
+        own.say(failed=notice)
+        board = PeerBoard(store, rank, own.size)
+        deadline = time.monotonic() + (STAY_S if own.hosts_store else 0.0)
+        while not _have_read(board, rank) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+
+
+def _have_read(board: PeerBoard, rank: int) -> bool:
+    """Post, and look whether all others know. Also where there is no point in waiting any longer."""
+    call = StoreCall(lambda _: board.exchange())
+    try:
+        if not call.wait(POST_S):
+            return True
+    except RuntimeError:  # the store is gone, and nobody is left to read
+        return True
+    return all(rank in record.blames or record.ended for record in call.result().values())
