@@ -245,6 +245,14 @@ def test_a_stopped_worker_is_named_after_the_timeout(tmp_path: Path) -> None:
     assert flat([*first, *ours]) == list(range(40))
 
 
+def test_a_stopped_worker_is_named_without_a_timeout(tmp_path: Path) -> None:
+    (tmp_path / "once").touch()
+    ours = with_workers(Deadly(40, 17, stop_self, tmp_path), shuffle=False)
+    told = r"the 2 DataLoader workers deliver no batch \(stopped by a signal such as SIGSTOP: worker [01] \(pid \d+\)\)"
+    first = list(until_death(ours, told))
+    assert flat([*first, *ours]) == list(range(40))
+
+
 def test_an_error_in_a_worker_is_the_loops_and_no_death() -> None:
     class Broken(Numbers):
         def __getitem__(self, index: int) -> int:

@@ -22,6 +22,9 @@ from paceline.process_status import oom_kills, read_status, signal_name
 _DEATH_OF_TORCH = "DataLoader worker (pid"
 _ERROR_OF_DATASET = "Caught "  # torch puts it before what was raised in a worker
 _EXIT_S = 5.0  # a pipe may break this long before its other end has ended, on a busy machine
+# A worker that was stopped by a signal delivers nothing, so no timeout is needed to tell; a short pause is forgiven.
+STOPPED_S = 3.0
+LOOK_S = 0.5
 _END = object()
 
 
@@ -32,8 +35,9 @@ class WorkerDied(PacelineError, RuntimeError):
 class WorkerGuard:
     """Iterates a DataLoader, one epoch per `batches`, and says what happened to a worker that died.
 
-    With a `timeout` above 0, workers that deliver no batch in so many seconds are killed and named too. torch's own
-    timeout does not cover a worker that freezes while its batch is being handed over.
+    A worker that was stopped (SIGSTOP) while the loop waits for a batch is named too, after STOPPED_S; and with a
+    `timeout` above 0, workers that deliver no batch in so many seconds. Then all are killed. torch's own timeout does
+    not cover a worker that freezes while its batch is being handed over.
 
     Nothing that this object holds refers back to it: workers end with the last reference to their iterator, and if that
     were left to the garbage collector, they would live on until it runs.
@@ -107,7 +111,7 @@ class _Epoch:
         self._dead: tuple[int, int] | None = None  # number and exit code
         self._timeout = timeout
         self._waiting_since: float | None = None
-        self._overdue = ""  # which workers are stopped, once the timeout has passed
+        self._overdue = ""  # what the workers did not do, and which of them are stopped
         self._oom_kills = oom_kills()
         self._end = -1
         self._thread: threading.Thread | None = None
@@ -153,20 +157,28 @@ class _Epoch:
 
     def _watch(self) -> None:
         living = dict(enumerate(self._workers))
+        stopped_since: dict[int, float] = {}
         while living and self._dead is None and not self._overdue:
             numbers = {worker.sentinel: number for number, worker in living.items()}
-            ready = wait([*numbers, self._end], self._timeout / 4 if self._timeout else None)
+            ready = wait([*numbers, self._end], min(LOOK_S, self._timeout / 4 if self._timeout else LOOK_S))
             if self._end in ready:
                 return
             for sentinel in ready:
                 number = numbers[sentinel]
                 if code := exit_code(living.pop(number)):  # who has nothing more to do leaves with 0
                     self._dead = number, code
-            since = self._waiting_since
-            if self._timeout and since is not None and time.monotonic() - since >= self._timeout:
-                pids = {number: worker.pid for number, worker in living.items() if read_status(worker.pid).stopped}
-                stopped = [f"worker {number} (pid {pid})" for number, pid in pids.items()]
-                self._overdue = f"(stopped by a signal such as SIGSTOP: {', '.join(stopped) or 'none of them'})"
+            now, since = time.monotonic(), self._waiting_since
+            if since is None:
+                stopped_since.clear()
+                continue
+            stopped = {number: worker.pid for number, worker in living.items() if read_status(worker.pid).stopped}
+            stopped_since = {number: stopped_since.get(number, now) for number in stopped}
+            named = ", ".join(f"worker {number} (pid {pid})" for number, pid in stopped.items())
+            by_whom = f"stopped by a signal such as SIGSTOP: {named or 'none of them'}"
+            if self._timeout and now - since >= self._timeout:
+                self._overdue = f"delivered no batch in {self._timeout:g} s ({by_whom})"
+            elif now - max(since, min(stopped_since.values(), default=now)) >= STOPPED_S:
+                self._overdue = f"deliver no batch ({by_whom})"
         if self._dead is not None or self._overdue:
             self._break()
 
@@ -190,7 +202,7 @@ class _Epoch:
         if self._thread is not None and (of_torch or broken_pipe):
             self._broken.wait(_EXIT_S)
         if self._overdue:
-            return f"the {count} DataLoader workers delivered no batch in {self._timeout:g} s {self._overdue}", range(1)
+            return f"the {count} DataLoader workers {self._overdue}", range(1)
         if self._dead is not None:
             number, code = self._dead
             what = f"DataLoader worker {number} of {count} (pid {self._workers[number].pid}) {self._how(code)}"

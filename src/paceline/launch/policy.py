@@ -83,6 +83,7 @@ class AllOrNothing:
         self._supervisor, self._ranks = supervisor, ranks
         self._decide_at: float | None = None  # when waiting for more failures is over
         self._hang: Hang | None = None
+        self._ends: list[End] = []
 
     def begin(self, now: float) -> None:
         for rank in range(self._ranks):
@@ -92,6 +93,7 @@ class AllOrNothing:
         return False
 
     def ended(self, end: End, now: float) -> None:
+        self._ends.append(end)
         if end.failed:
             self._decide_by(now + (BETTER_CAUSE_S if follows(end) else SAME_S))
 
@@ -105,6 +107,8 @@ class AllOrNothing:
 
     def tick(self, now: float) -> None:
         if self._decide_at is not None and now >= self._decide_at:
+            if (failure := self.failure(self._ends)) is not None:  # it is told before they end: they may take their time
+                self._supervisor.listener.note(f"{failure}; the other ranks are asked to end")
             self._supervisor.stop(now, signal.SIGTERM)
 
     def stopping(self) -> None:

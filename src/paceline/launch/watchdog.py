@@ -13,7 +13,8 @@ Without --hang-timeout the second and third are judged only while another rank w
 needs for what it does when its training is over. In them, files that are read or written count as progress.
 
 A rank that was stopped (SIGSTOP) hangs after STOPPED_S whatever it did and whatever it runs; if all were stopped, only
-those of our own scripts. So does one that does nothing because a process that it has started was stopped.
+those of our own scripts. So does, after twice that, one that does nothing because a process that it has started was
+stopped: a Loader has named its workers by then.
 
 Every note starts the clock anew, so a slow evaluation or save of many parts is not touched.
 """
@@ -171,7 +172,7 @@ class Watchdog:
             return Hang(stopped, FROZE, f"stopped for {waited:.0f} s (process state T)", marks[stopped[0]].step)
         for rank in noted:
             idle = marks[rank].phase not in (*_FREE, Phase.WAITING) and self._used(rank, statuses, now) <= IDLE_SHARE
-            if idle and self._age_s(rank, now) >= STOPPED_S and (children := stopped_children(rank)):
+            if idle and self._age_s(rank, now) >= 2 * STOPPED_S and (children := stopped_children(rank)):
                 named = " and ".join(f"pid {child}" for child in children[:3])
                 reason = (
                     f"no progress for {self._age_s(rank, now):.0f} s {_where(marks[rank])}, because processes that it "
