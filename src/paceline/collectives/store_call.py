@@ -128,7 +128,11 @@ def join_threads(running: set[StoreCall[Any]], pid: int) -> None:
 
 def _gloo_is_busy() -> bool:
     """Whether a thread of gloo's runs or wants to. One that is idle, or waits for a peer, sleeps."""
-    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
+    try:
+        tasks = list(_TASKS.iterdir()) if _TASKS.is_dir() else []
+    except OSError:  # no further file can be opened: they are given the time that they may need
+        return True
+    for task in tasks:
         try:
             if (task / "comm").read_text().strip() == GLOO:
                 state = (task / "stat").read_text().rpartition(")")[2].split()[0]

@@ -171,6 +171,7 @@ class Attempt:
         self._kill_overdue(now)
         if now >= self._tick_at:
             self._tick_at = now + TICK_S
+            self._watch.tick(self._processes.living, self._policy.judged)
             self.listener.tick()
 
     def _kill_overdue(self, now: float) -> None:

@@ -107,7 +107,9 @@ class AllOrNothing:
 
     def tick(self, now: float) -> None:
         if self._decide_at is not None and now >= self._decide_at:
-            if (failure := self.failure(self._ends)) is not None:  # it is told before they end: they may take their time
+            if (
+                failure := self.failure(self._ends)
+            ) is not None:  # it is told before they end: they may take their time
                 self._supervisor.listener.note(f"{failure}; the other ranks are asked to end")
             self._supervisor.stop(now, signal.SIGTERM)
 

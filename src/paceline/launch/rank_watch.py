@@ -1,11 +1,12 @@
 """What a launcher sees of its ranks from outside: what they note, what the kernel says of them, and where they rest."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from paceline.launch.lines import name_ranks
 from paceline.launch.reports import Mark, ProgressBoard
+from paceline.launch.stragglers import Stragglers
 from paceline.launch.tracebacks import own_line
 from paceline.launch.watchdog import Hang, Watchdog, is_silent
 from paceline.phase import Phase
@@ -21,6 +22,7 @@ class RankWatch:
         self._watchdog = Watchdog(ranks, timeout_s)
         self._board = board
         self._note = note
+        self._stragglers = Stragglers()
         self._rests: dict[int, tuple[float, list[str]]] = {}  # where ranks rested, and when they said so
 
     def heard(self, rank: int, kind: str, fields: Mapping[str, Any]) -> None:
@@ -53,6 +55,11 @@ class RankWatch:
             where = stopped or silent or self._line(rank, marks[rank].at)
             self._note(f"rank {rank} makes no progress {how}{where}; {waiting}")
         return None
+
+    def tick(self, ranks: Collection[int], judged: Callable[[Mapping[int, Mark]], Mapping[int, Mark]]) -> None:
+        """Look at what ranks do just now, to find one that is slow."""
+        if said := self._stragglers.look(judged({rank: self._board.read(rank) for rank in ranks})):
+            self._note(said)
 
     def _line(self, rank: int, since: float) -> str:
         """Where the rank has rested since then, if it has said so."""
