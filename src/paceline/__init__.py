@@ -61,21 +61,9 @@ _HOMES = {
     "shutdown": "start",
 }
 _FOLDERS = (
-    *(
-        "agree",
-        "bucket_plan",
-        "checkpoint",
-        "collectives",
-        "data",
-        "elastic",
-        "errors",
-        "faults",
-        "kernels",
-        "launch",
-        "layout",
-    ),
-    *("memory_plan", "observe", "placement", "progress", "randomness", "reducer", "replica", "start", "strategies"),
-    *("trace", "world"),
+    *("agree", "bucket_plan", "checkpoint", "collectives", "data", "elastic", "errors", "faults", "kernels", "launch"),
+    *("layout", "memory_plan", "observe", "placement", "progress", "randomness", "reducer", "replica", "start"),
+    *("strategies", "trace", "world"),
 )
 
 

@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "a failed backward is not told",
         "reducer/step.py",
-        "            self.abort = Abort.EXCEPTION\n",
-        "            self.abort = Abort.NO\n",
+        "        self.role, self.abort = StepRole.ABORTED, why\n",
+        "        self.role, self.abort = StepRole.ABORTED, Abort.NO\n",
     ),
     Mutant(
         "ranks in different steps are not noticed",

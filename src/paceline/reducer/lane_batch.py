@@ -99,12 +99,11 @@ class LaneBatch:
     def begin_reduction(self) -> None:
         """The step has begun long ago."""
 
-    def end_backward(self) -> bool:
+    def end_backward(self, *, skipped: bool = False) -> bool:
         """A lane's gradients are in: keep them for this rank's other lanes. Returns True after the last of them, when
-        the step is to be reduced."""
+        the step is to be reduced. `skipped`: the lane counts for nothing."""
         reducer, lanes = self._reducer, self.lanes
         weight = reducer.weighting.of_lane()
-        skipped = reducer.contribution.role is StepRole.SKIPPED
         lanes.close(0.0 if skipped else weight, plain=not skipped and reducer.weighting.last is not Mode.WEIGHTED)
         if lanes.last:
             return True
@@ -116,12 +115,11 @@ class LaneBatch:
             bucket.complete(reducer.schedule.scale)
             lanes.fold(bucket.spec.index, bucket.flat)
         self._empty_buckets()
-        reducer.contribution.role = StepRole.FULL
-        if reducer.on_finished is not None:
-            reducer.on_finished()
+        for call in reducer.callbacks.finished:
+            call()
         return False
 
-    def abandon(self, backward: Backward) -> bool:
+    def abandon(self, backward: Backward, why: Abort) -> bool:
         """A backward ended with an exception. What it has left of its lane is not known, so no rank has gradients of
         this step: its reduction is completed without any, and the others are told."""
         reducer, lanes = self._reducer, self.lanes
@@ -132,13 +130,14 @@ class LaneBatch:
             drop_all(reducer.bucket_set)
             self._empty_buckets()
             return True
-        reducer.on_failed()
+        for call in reducer.callbacks.failed:
+            call()
         lane = lanes.current
         try:
             if reducer.schedule.broken:  # no collective of ours would fit what the others do; the watch names us
                 reducer.reset()
             else:
-                self._abort_step(begun=lanes.last and backward.syncs and backward.delivered)
+                self._abort_step(why, begun=lanes.last and backward.syncs and backward.delivered)
         finally:
             lanes.failed = lane
         return True
@@ -191,7 +190,7 @@ class LaneBatch:
             if lanes.under_way or lanes.owed:
                 self._abort_step()
             lanes.failed = None
-            reducer.dropped = True
+            reducer.step_state.discarded()
             reducer.apply_pending_layout()  # on all ranks in the same step, whatever their first lanes do
             stale = first_with_gradient(reducer.bucket_set)
             if stale is None:
@@ -217,8 +216,7 @@ class LaneBatch:
             reducer.prepare()
             drop_all(reducer.bucket_set)
             self._empty_buckets()  # an earlier microbatch of this lane may have left something
-            reducer.contribution.role = StepRole.SKIPPED
-            self._close_without_backward()
+            self._close_without_backward(skipped=True)
 
     def sync(self) -> None:
         """Close the lane that runs with what its microbatches have accumulated, without another backward."""
@@ -271,20 +269,20 @@ class LaneBatch:
                 ranks=[reducer.transport.rank],
             )
 
-    def _close_without_backward(self) -> None:
+    def _close_without_backward(self, *, skipped: bool = False) -> None:
         if self.lanes.last:
-            self._reducer.begin_reduction(self._reducer.contribution.role)
-        if self.end_backward():
+            self._reducer.begin_reduction(StepRole.SKIPPED if skipped else StepRole.FULL)
+        if self.end_backward(skipped=skipped):
             self._reducer.finish()
 
-    def _abort_step(self, *, begun: bool = False) -> None:
+    def _abort_step(self, why: Abort = Abort.EXCEPTION, *, begun: bool = False) -> None:
         """Complete the reduction of a step that was left half-way, and tell the others. `begun`: it flies already."""
         reducer = self._reducer
         self.lanes.cancel_remaining()
         reducer.prepare()
         if not begun:
             reducer.begin_reduction()
-        abort(reducer)
+        abort(reducer, why)
 
     def _empty_buckets(self) -> None:
         """Have empty buckets for the next lane. Which parameters took part in those before it is not forgotten."""

@@ -69,7 +69,7 @@ def _take_part_with_nothing(reducer: "Reducer", role: StepRole) -> None:
     reducer.finish()
 
 
-def abandon(reducer: "Reducer") -> None:
+def abandon(reducer: "Reducer", why: Abort = Abort.EXCEPTION) -> None:
     """Forget a backward that ended with an exception, and be ready for the next one.
 
     If it was to be reduced, the other ranks wait for it: its reduction is completed, without gradients, and they are
@@ -77,12 +77,13 @@ def abandon(reducer: "Reducer") -> None:
     """
     with reducer.lock, torch.no_grad():
         backward = reducer.backwards.close()
-        if backward is not None and reducer.batch.abandon(backward):
+        if backward is not None and reducer.batch.abandon(backward, why):
             return
         if backward is None or not backward.reduces:
             reducer.bucket_set.forget_arrived()
             return
-        reducer.on_failed()
+        for call in reducer.callbacks.failed:
+            call()
         if backward.alone and not reducer.hooks:  # as with the bare module, what it has left stays
             reducer.step_state.closed()
             return
@@ -91,22 +92,21 @@ def abandon(reducer: "Reducer") -> None:
             return
         if not backward.delivered:
             reducer.begin_reduction()
-        abort(reducer)
+        abort(reducer, why)
         for other in pending_reducers.called(reducer):
             _leave(other)
 
 
 def fail_in_two_threads(reducer: "Reducer") -> NoReturn:
     """A backward has ended that had company: no rank has gradients of it, and this one is told why."""
-    reducer.contribution.abort = Abort.THREADS
-    abandon(reducer)
+    abandon(reducer, Abort.THREADS)
     raise BackwardAborted(TWO_THREADS, ranks=[reducer.transport.rank])
 
 
-def abort(reducer: "Reducer") -> None:
+def abort(reducer: "Reducer", why: Abort = Abort.EXCEPTION) -> None:
     """Complete a reduction that the others wait for, without gradients."""
     drop_all(reducer.bucket_set)
-    reducer.contribution.mark_aborted()
+    reducer.contribution.mark_aborted(why)
     reducer.finish()
 
 
@@ -118,7 +118,7 @@ def discard_in_flight(reducer: "Reducer") -> None:
         drop_all(reducer.bucket_set)
         reducer.after_backward.clear()
         reducer.reset()
-        reducer.dropped = True
+        reducer.step_state.discarded()
 
 
 def _leave(reducer: "Reducer") -> None:

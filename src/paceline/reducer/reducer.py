@@ -20,6 +20,7 @@ from paceline.reducer import autograd, participation
 from paceline.reducer.autograd import Backward, Backwards, ParamHooks, pending_reducers, task_id
 from paceline.reducer.bucket import Bucket, BucketState
 from paceline.reducer.buckets import BucketSet, Schedule
+from paceline.reducer.callbacks import BackwardCallbacks
 from paceline.reducer.device_reports import DeviceReports
 from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.lanes import Lanes
@@ -46,12 +47,14 @@ class Reducer:
         group: Group,
         reduction: Reduction,
         settings: ReducerSettings,
-        lanes: Lanes | None = None,
+        callbacks: BackwardCallbacks,
+        lanes: Lanes | None,
     ) -> None:
         layout = buckets.layout
         check_goes_over(group.transport, reduction, layout.params[0].device)
         self.group = group
         self.settings = settings
+        self.callbacks = callbacks
         self.trace = Trace()
         self.bucket_set = buckets
         self.schedule = Schedule(self.bucket_set, group, reduction, self.trace, self.wait)
@@ -64,12 +67,9 @@ class Reducer:
         self.weighting = Weighting()
         self.optimizes_in_backward = False
         self.after_backward: list[torch.futures.Future[object]] = []  # buffer hooks to wait for
-        self.on_finished: Callable[[], None] | None = None  # restores parameters under mixed precision
-        self.on_failed: Callable[[], None] = lambda: None  # a backward that was to be reduced has raised
         # What it may read.
         self.step_state = StepState()
         self.uses: list[int] | None = None  # of the last reduction; None: every parameter on every rank
-        self.dropped = False  # whether the last reduction, or the step of lanes that runs, has no gradients to use
         self.ready_order: list[int] = []  # of the last reduction
         self.buckets_reduced = 0  # in the last reduction
         self.graph = GraphMemory()
@@ -162,7 +162,6 @@ class Reducer:
         self.backwards.close()
         if self.planning.measures:
             self.planning.note_end()
-        self.dropped = True  # until the reduction is settled, there are no gradients to use
         try:
             for bucket in self.pad_missing():
                 self.trace.stamp(Moment.READY, self.reductions_begun, bucket.spec.index)
@@ -236,10 +235,10 @@ class Reducer:
             self.refused = settled.refuses
         if settled.aborted:
             return settled.error
-        self.uses, self.dropped = settled.uses, settled.dropped or settled.error is not None
+        self.uses = settled.uses
         if not self.optimizes_in_backward:
             publish_grads(self.bucket_set, self.uses, lent=self.contribution.role is StepRole.EMPTY)
-        self.step_state.reduced()
+        self.step_state.reduced(usable=not settled.dropped and settled.error is None)
         if settled.plans:
             self.planning.after_reduction(self.bucket_set, self.ready_order)
         self.wait_for_buffer_hooks()

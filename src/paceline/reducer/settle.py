@@ -46,8 +46,8 @@ def settle(reducer: "Reducer", rows: Sequence[StepReport]) -> Settled:
     """Make the sums in the buckets the means that were asked for. All ranks call it, with the same reports."""
     check_together(rows)
     reducer.batch.check(rows)
-    if reducer.on_finished is not None:
-        reducer.on_finished()
+    for call in reducer.callbacks.finished:
+        call()
     if is_aborted(rows):
         drop_late(reducer.bucket_set.slots)
         return _aborted(rows, own=reducer.contribution.role is StepRole.ABORTED)

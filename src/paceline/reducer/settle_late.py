@@ -54,8 +54,8 @@ def settle_unread(reducer: "Reducer", mine: PendingReports | None) -> Settled:
     Only a rank that did not use all of its parameters waits: whether any other rank has used them decides what their
     gradients are. `mine` is None in a step that a CUDA graph captures.
     """
-    if reducer.on_finished is not None:
-        reducer.on_finished()
+    for call in reducer.callbacks.finished:
+        call()
     settled = Settled()
     lanes = reducer.batch.weight_columns
     plain = reducer.weighting.mode is Mode.PLAIN and not lanes  # then no rank has weights

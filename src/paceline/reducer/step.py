@@ -74,11 +74,10 @@ class Contribution:
             lane_weights=reducer.batch.lane_weights(),
         )
 
-    def mark_aborted(self) -> None:
+    def mark_aborted(self, why: Abort) -> None:
         """No rank has gradients of this reduction: a backward of this one has failed."""
-        self.role = StepRole.ABORTED
-        if self.abort is Abort.NO:
-            self.abort = Abort.EXCEPTION
+        why = self.abort if self.abort is Abort.DAMAGED else why
+        self.role, self.abort = StepRole.ABORTED, why
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +141,21 @@ class StepState:
         self.forwards_pending = 0  # training forwards, to be reduced, since the last reduction or step
         self.window_open = False  # something ran that was not reduced yet
         self.local_steps = 0  # no_sync() blocks that are open: inside them a step on local gradients is meant
+        self.has_gradients = False  # of the last reduction, or of the step of lanes that runs, for an optimizer to use
         self.commits = 0  # updates on reduced gradients that were completed: equal on ranks that are at the same place
         self._reduced = 0  # reductions ever
         self._updated_at: dict[int, int] = {}  # by optimizer, at which of them it has made its last update
         self._updating: set[int] = set()  # optimizers that are inside their update
         self._diverged = False  # an update was made that the other ranks did not make
 
-    def reduced(self) -> None:
+    def reduced(self, *, usable: bool = True) -> None:
         self.reductions_since_step += 1
         self._reduced += 1
+        self.has_gradients = usable
+
+    def discarded(self) -> None:
+        """There are no gradients, until the next reduction."""
+        self.has_gradients = False
 
     @property
     def whole(self) -> bool:
@@ -264,7 +269,7 @@ class RankBatch:
         """A backward that is to be reduced is over. Returns whether to reduce now."""
         return True
 
-    def abandon(self, backward: Backward) -> bool:
+    def abandon(self, backward: Backward, why: Abort) -> bool:
         """A backward has failed. Returns whether that is all there is to do."""
         return False
 

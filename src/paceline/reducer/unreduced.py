@@ -41,8 +41,8 @@ def end_unreduced(reducer: "Reducer") -> None:
     held = _holds(reducer)
     for bucket in reducer.bucket_set.buckets:
         keep(bucket, reducer.schedule.scale, held=held)
-    if reducer.on_finished is not None:
-        reducer.on_finished()
+    for call in reducer.callbacks.finished:
+        call()
     if held:  # until the next backward, so that zero_grad() can throw them away
         show_all(reducer.bucket_set)
 

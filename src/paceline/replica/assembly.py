@@ -19,15 +19,18 @@ from paceline.placement import find_units, group_by_unit
 from paceline.progress import own_progress
 from paceline.reducer.allocate import Sharding
 from paceline.reducer.buckets import BucketSet
+from paceline.reducer.callbacks import BackwardCallbacks
 from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.lanes import Lanes
 from paceline.reducer.reducer import Reducer
 from paceline.reducer.repeated_lane import AuditedLanes
 from paceline.replica.agreement import Agreement
 from paceline.replica.capsules import CapsuleWriter
+from paceline.replica.compared_state import ComparedState
 from paceline.replica.gate import UpdateGate
 from paceline.replica.guard import StepGuard
 from paceline.replica.lane_audit import check_audits
+from paceline.replica.lane_buffers import LaneBuffers
 from paceline.replica.lane_loop import LaneLoop
 from paceline.replica.mixed_precision import NarrowParameters, cast_buffers, reduction_for
 from paceline.replica.monitor import ReplicaMonitor
@@ -98,29 +101,42 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
     _show_progress()
     metas = metas_of(replica)  # now: parameters in shards have no strides
     owned = _owned(replica, metas)
-    core = _reducer(replica, owned, metas)
-    lane_loop = _lane_loop(replica, core)
-    capsules = _capsules(replica, core, lane_loop)
-    monitor = _monitor(replica, core, lane_loop, capsules, owned)
-    gate = _gate(replica, core, monitor)
+    config, narrow = replica.mixed_precision, None
+    if config is not None:
+        narrow = NarrowParameters(replica._module_parameters, config.param_dtype)
+    capsules: CapsuleWriter | None = None  # made below: it reads from the reducer
+
+    def note_failure() -> None:
+        if capsules is not None:
+            capsules.on_failed_backward()
+
+    core = _reducer(replica, owned, metas, _callbacks(owned, narrow, note_failure))
+    buffers = _lane_buffers(replica, core)
+    capsules = _capsules(replica, core, buffers)
+    lane_loop = _lane_loop(replica, core, buffers, capsules)
+    gate = _gate(replica, core)
+    monitor = _monitor(replica, core, gate, buffers, capsules, owned, narrow)
     managed, ignored = replica._managed, frozenset(replica.parameters_to_ignore)
     ids = frozenset(id(param) for param in managed.params)
     guard = StepGuard(core, replica, ids, ignored, refuses=replica._guard_refuses, gate=gate)
-    narrow: NarrowParameters | None = None
     state_hooks: list[RemovableHandle] = []
-    if (config := replica.mixed_precision) is not None:
-        narrow = NarrowParameters(replica._module_parameters, config.param_dtype)
-        core.on_finished = narrow.widen
-        if monitor is not None:
-            monitor.state.wide = narrow.wide
+    if narrow is not None:
         state_hooks = narrow.widen_before_state_is_read(replica.module)
         cast_buffers(replica.module, config.buffer_dtype, replica.parameters_to_ignore)
-    if owned is not None and owned.units is not None:
-        core.on_finished = _weakly(owned.units.end_backward)
-        core.on_failed = _weakly(owned.units.fail)
-        if monitor is not None and replica._shard_groups is None:
-            monitor.stop_comparing()  # no two ranks have anything that is meant to be equal
+    if monitor is not None and replica._placement.shards_parameters and replica._shard_groups is None:
+        monitor.stop_comparing()  # no two ranks have anything that is meant to be equal
     return Assembly(core, gate, guard, lane_loop, capsules, narrow, owned, state_hooks)
+
+
+def _callbacks(
+    owned: OwnedBlocks | None, narrow: NarrowParameters | None, note_failure: Callable[[], None]
+) -> BackwardCallbacks:
+    finished: list[Callable[[], None]] = [] if narrow is None else [narrow.widen]
+    failed = [note_failure]
+    if owned is not None and owned.units is not None:
+        finished.append(_weakly(owned.units.end_backward))
+        failed.append(_weakly(owned.units.fail))
+    return BackwardCallbacks(tuple(finished), tuple(failed))
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
@@ -201,7 +217,12 @@ def _units(replica: "DistributedDataParallel", owned: OwnedBlocks, sharing: Grou
     return make_units(replica.module, modules, indices, owned.shards, owned.ownership.cuts, group)
 
 
-def _reducer(replica: "DistributedDataParallel", owned: OwnedBlocks | None, metas: Sequence[ParamMeta]) -> Reducer:
+def _reducer(
+    replica: "DistributedDataParallel",
+    owned: OwnedBlocks | None,
+    metas: Sequence[ParamMeta],
+    callbacks: BackwardCallbacks,
+) -> Reducer:
     group, count = replica._group, replica._lane_count
     kind = AuditedLanes if _audits(replica) else Lanes
     lanes = None if count is None else kind(count, group.rank, group.size)
@@ -212,7 +233,7 @@ def _reducer(replica: "DistributedDataParallel", owned: OwnedBlocks | None, meta
     units = None if owned is None else owned.units
     layout = _layout(replica, metas) if units is None else _unit_layout(metas, units)
     buckets = BucketSet(replica._managed.params, layout, Sharding(ownership, shards, turns))
-    return Reducer(buckets, group, reduction_of(replica), replica._settings, lanes)
+    return Reducer(buckets, group, reduction_of(replica), replica._settings, callbacks, lanes)
 
 
 def metas_of(replica: "DistributedDataParallel") -> list[ParamMeta]:
@@ -243,14 +264,9 @@ def _unit_layout(metas: Sequence[ParamMeta], units: Units) -> Layout:
     return lay_groups(metas, groups)
 
 
-def _lane_loop(replica: "DistributedDataParallel", core: Reducer) -> LaneLoop | None:
-    recording = recording_asked(replica.module, core.batch.lanes) if replica._group.size == 1 else None
-    if core.batch.lanes is None:
-        return None
-    loop = LaneLoop(core, replica.module, replica.parameters_to_ignore, replica._seed, replica.device)
-    loop.recording = recording
-    loop.audits = _audits(replica)
-    return loop
+def _lane_buffers(replica: "DistributedDataParallel", core: Reducer) -> LaneBuffers | None:
+    lanes = core.batch.lanes
+    return None if lanes is None else LaneBuffers(replica.module, replica.parameters_to_ignore, lanes)
 
 
 def _audits(replica: "DistributedDataParallel") -> Agreement | None:
@@ -258,50 +274,60 @@ def _audits(replica: "DistributedDataParallel") -> Agreement | None:
     return replica._agreement if replica._agreement is not None and replica._agreement.audit_every else None
 
 
-def _capsules(replica: "DistributedDataParallel", core: Reducer, lane_loop: LaneLoop | None) -> CapsuleWriter | None:
+def _capsules(replica: "DistributedDataParallel", core: Reducer, buffers: LaneBuffers | None) -> CapsuleWriter | None:
     agreement = replica._agreement
     if agreement is None or agreement.capsules is None:
         return None
-    buffers = None if lane_loop is None else lane_loop.buffers
-    capsules = CapsuleWriter(agreement, core, replica.module, replica._seed, replica.device, buffers)
-    if lane_loop is not None:
-        lane_loop.capsules = capsules
-    return capsules
+    return CapsuleWriter(agreement, core, replica.module, replica._seed, replica.device, buffers)
+
+
+def _lane_loop(
+    replica: "DistributedDataParallel", core: Reducer, buffers: LaneBuffers | None, capsules: CapsuleWriter | None
+) -> LaneLoop | None:
+    recording = recording_asked(replica.module, core.batch.lanes) if replica._group.size == 1 else None
+    if buffers is None:
+        return None
+    return LaneLoop(core, buffers, capsules, recording, _audits(replica), replica._seed, replica.device)
 
 
 def _monitor(
     replica: "DistributedDataParallel",
     core: Reducer,
-    lane_loop: LaneLoop | None,
+    gate: UpdateGate,
+    buffers: LaneBuffers | None,
     capsules: CapsuleWriter | None,
     owned: OwnedBlocks | None,
+    narrow: NarrowParameters | None,
 ) -> ReplicaMonitor | None:
     """What looks after the replica in every step, as far as it was asked for and there is anything to look after."""
     agreement, group = replica._agreement, replica._group
     if agreement is None or (group.single and agreement.not_finite == "keep"):
         return None
     params = [(n, p) for n, p in replica.module.named_parameters() if n not in replica.parameters_to_ignore]
-    buffers = None if lane_loop is None else lane_loop.buffers
     twins, groups = None, replica._shard_groups
     if owned is not None and groups is not None:
         instead = replica._placement.shards_parameters
         every = agreement.state_every if instead else agreement.state_every // 2
         twins = TwinState(groups, owned.shards, max(1, every), instead=instead)
-    monitor = ReplicaMonitor(agreement, params, group, buffers, adds=replica._lane_count or 1, twins=twins)
-    monitor.only_adds = lambda: isinstance(
-        core.schedule.reduction, Mean | ScatterMean | HybridMean | FixedOrder | LaneSum
+    wide = None if narrow is None else narrow.wide
+    state = ComparedState(params, agreement.state_every, buffers, twins, wide)
+    monitor = ReplicaMonitor(
+        agreement,
+        group,
+        state,
+        adds=replica._lane_count or 1,
+        only_adds=lambda: isinstance(core.schedule.reduction, Mean | ScatterMean | HybridMean | FixedOrder | LaneSum),
+        bad_in=gate.bad_in,
+        on_finding=None if capsules is None else capsules.on_finding,
     )
-    monitor.on_finding = None if capsules is None else capsules.on_finding
+    if group.single:
+        gate.on_checked = monitor.non_finite.decide_alone
     core.schedule.observer = monitor
     return monitor
 
 
-def _gate(replica: "DistributedDataParallel", core: Reducer, monitor: ReplicaMonitor | None) -> UpdateGate:
+def _gate(replica: "DistributedDataParallel", core: Reducer) -> UpdateGate:
     """What keeps optimizers on a device from using gradients that they must not use."""
-    managed = replica._managed
+    managed, agreement = replica._managed, replica._agreement
     names = {id(param): name for name, param in zip(managed.names, managed.params, strict=True)}
-    gate = UpdateGate(core, names, looks=monitor is not None and monitor.looks_at_sums)
-    if monitor is not None:
-        monitor.bad_in = gate.bad_in
-        gate.on_checked = monitor.non_finite.decide_alone if replica._group.single else None
-    return gate
+    return UpdateGate(core, names, looks=agreement is not None and agreement.not_finite != "keep")

@@ -85,7 +85,6 @@ class CapsuleWriter:
         self._previous: _StepInputs | None = None  # where findings come a step late
         self._crashed = ""  # the error of this step of which a capsule was written
         self._findings: Counter[str] = Counter()
-        core.on_failed = self.on_failed_backward
         _writers.add(self)
 
     def note_lanes(self, microbatches: Sequence[Any], step: int) -> None:

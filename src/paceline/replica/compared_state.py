@@ -26,19 +26,20 @@ class ComparedState:
         every: int,
         buffers: LaneBuffers | None = None,
         twins: TwinState | None = None,
+        wide: Callable[[], list[torch.Tensor]] | None = None,
     ) -> None:
         """`every`: in how many steps all of them are compared. `buffers`: only in lanes are they meant to be equal on
-        all ranks, when a step begins. `twins`: takes turns with this, unless it is compared instead."""
+        all ranks, when a step begins. `twins`: takes turns with this, unless it is compared instead. `wide`: returns
+        the parameters themselves, where narrow copies stand in for them."""
         self.buffers = buffers
         self.twins = twins
         self.turns = 2 if twins is not None and not twins.instead else 1
         self.on_device = bool(params) and params[0][1].is_cuda
         self.optimizers: list[weakref.ref[Optimizer]] = []
-        self.wide: Callable[[], list[torch.Tensor]] | None = None  # the parameters where others stand in for them
         self.stale = True  # the tensors have to be listed again
         self.rotation = Rotation([], max(1, every // self.turns))
         self.signature = 0  # a digest of their names, shapes and dtypes
-        self._params = params
+        self._params, self._wide = params, wide
         self._names = {id(param): name for name, param in params}
         self._params_only = False  # ranks hold different optimizer states, as they do where these are sharded
 
@@ -50,8 +51,8 @@ class ComparedState:
     def list_anew(self) -> int:
         """List the tensors: an optimizer may have replaced one since. Returns the signature."""
         params = self._params
-        if self.wide is not None:
-            params = [(name, value) for (name, _), value in zip(params, self.wide(), strict=True)]
+        if self._wide is not None:
+            params = [(name, value) for (name, _), value in zip(params, self._wide(), strict=True)]
         noted = [] if self.buffers is None else self.buffers.compared()
         optimizers = () if self._params_only else self.optimizers
         state = [pair for known in optimizers for pair in optimizer_tensors(known, self._names)]

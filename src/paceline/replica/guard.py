@@ -111,8 +111,8 @@ class StepGuard:
             return False
         if self._owned is not None and self._owned.cut:
             refuse_whole(_params_of(optimizer), self._owned, local=reducer.step_state.local_steps > 0)
-        if reducer.on_finished is not None:
-            reducer.on_finished()
+        for call in reducer.callbacks.finished:
+            call()
         if self._refuse_in_backward(reducer):
             return False
         reducer.batch.check_update()

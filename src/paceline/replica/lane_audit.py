@@ -232,7 +232,7 @@ class LaneAudit:
         """No rank uses the gradients of this step, and it leaves no other trace."""
         with self._core.lock, torch.no_grad():
             drop_all(self._core.bucket_set)
-            self._core.dropped = True
+            self._core.step_state.discarded()
 
 
 def check_audits(agreement: Agreement | None, lanes: int | None, placement: Placement, group: Group) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from paceline.blocks import listed
 from paceline.errors import UsageError
@@ -55,17 +54,27 @@ class _Loop:
 class LaneLoop:
     """Runs this rank's lanes of a step in order, each with its own randomness and from the same buffers."""
 
-    def __init__(self, core: Reducer, module: nn.Module, ignored: set[str], seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        core: Reducer,
+        buffers: LaneBuffers,
+        capsules: CapsuleWriter | None,
+        recording: Recording | None,
+        audits: Agreement | None,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        """`audits`: the agreement, if lanes are audited."""
         assert isinstance(core.batch, LaneBatch)
         self._core = core
         self._batch_share = core.batch
         self._lanes = core.batch.lanes
         self._seed = seed
         self._device = device
-        self.capsules: CapsuleWriter | None = None
-        self.recording: Recording | None = None
-        self.audits: Agreement | None = None  # with `audit_every`, if lanes are audited
-        self.buffers = LaneBuffers(module, ignored, self._lanes)
+        self._capsules = capsules
+        self._recording = recording
+        self._audits = audits
+        self.buffers = buffers
         self._loop: _Loop | None = None
         self._last: int | None = None  # the step that was made last
         self._warned: set[str] = set()
@@ -94,7 +103,7 @@ class LaneLoop:
                 yield microbatch
                 self._check_current(loop)
                 self._end_lane(loop)
-            if loop.audit is not None and not self._core.dropped:
+            if loop.audit is not None and self._core.step_state.has_gradients:
                 yield from self._audit(loop, loop.audit)
             self._end_step(loop)
         except GeneratorExit as left:
@@ -152,8 +161,8 @@ class LaneLoop:
     def _owe(self, step: int) -> None:
         """The step cannot begin here, but the other ranks may run it: they are told as of any loop that was left."""
         self._batch_share.owe(step)
-        if self.capsules is not None:
-            self.capsules.note_lanes((), step)
+        if self._capsules is not None:
+            self._capsules.note_lanes((), step)
 
     def _begin(self, given: Sequence[object], step: int) -> _Loop:
         if step == self._last:
@@ -162,11 +171,11 @@ class LaneLoop:
         self.buffers.begin()
         if self._core.schedule.observer is not None:
             self._core.schedule.observer.begin(step)
-        if self.capsules is not None:
-            self.capsules.note_lanes(given, step)
-        if self.recording is not None:
-            self.recording.begin(step)
-        audit = None if self.audits is None else LaneAudit.begin(self.audits, self._core, given, step, self.capsules)
+        if self._capsules is not None:
+            self._capsules.note_lanes(given, step)
+        if self._recording is not None:
+            self._recording.begin(step)
+        audit = None if self._audits is None else LaneAudit.begin(self._audits, self._core, given, step, self._capsules)
         self._loop = _Loop(step, Kept(self._device), audit)
         return self._loop
 
@@ -180,7 +189,7 @@ class LaneLoop:
         self._loop = None
         loop.kept.put_back()
         core = self._core
-        if core.dropped:  # the step leaves no trace
+        if not core.step_state.has_gradients:  # the step leaves no trace
             if loop.audit is not None:
                 loop.audit.cancel()
             return
@@ -196,8 +205,8 @@ class LaneLoop:
 
     def _hear_of_leaving(self, *, waits: bool) -> None:
         """An error here would come from a destructor, where nobody can catch it."""
-        if self.capsules is not None:
-            self.capsules.on_lane_left()
+        if self._capsules is not None:
+            self._capsules.on_lane_left()
         try:
             self._leave(waits=waits)
         except Exception as error:  # noqa: BLE001
@@ -217,7 +226,7 @@ class LaneLoop:
                 self.buffers.lane_repeated()
             loop.audit.leave()
         loop.kept.put_back(late=True)
-        if waits or self._core.dropped:
+        if waits or not self._core.step_state.has_gradients:
             self._end_step(loop)
 
     def _warn(self, text: str, step: int) -> None:

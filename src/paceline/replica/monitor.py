@@ -14,9 +14,7 @@ from paceline.reducer.report import StepReport
 from paceline.reducer.step_observer import Decision, Findings
 from paceline.replica.agreement import Agreement
 from paceline.replica.compared_state import ComparedState
-from paceline.replica.lane_buffers import LaneBuffers
 from paceline.replica.responses import NonFiniteSteps, resolve_drift
-from paceline.replica.twin_state import TwinState
 
 COMPARED_PER_ROUND = 8  # comparisons on a device within `state_every` steps
 
@@ -31,31 +29,31 @@ class ReplicaMonitor:
     def __init__(
         self,
         agreement: Agreement,
-        params: Sequence[tuple[str, torch.Tensor]],
         group: Group,
-        buffers: LaneBuffers | None = None,
-        adds: int = 1,
-        twins: TwinState | None = None,
+        state: ComparedState,
+        *,
+        adds: int,
+        only_adds: Callable[[], bool],
+        bad_in: Callable[[int], list[str]],
+        on_finding: Callable[[Kind, str, Sequence[int], bool], None] | None,
     ) -> None:
-        """`adds`: how many gradients are added up, if more than one of each rank. For the rest see `ComparedState`."""
+        """`adds`: how many gradients are added up, if more than one of each rank. `only_adds`: whether the reduction
+        does nothing else. `bad_in`: whose gradients of a reduction a gate has found not to be finite. `on_finding` is
+        called with the kind, the text, the ranks, and whether it is about the step before the one that runs."""
         agreement.check_trust(group.size)
         self.agreement = agreement
         self.group = group
-        # Called with the kind, the text, the ranks, and whether it is about the step before the one that runs.
-        self.on_finding: Callable[[Kind, str, Sequence[int], bool], None] | None = None
-        self.bad_in: Callable[[int], list[str]] = lambda _: []  # whose gradients a gate has found not to be finite
-        self.only_adds: Callable[[], bool] = lambda: False  # whether a reduction only adds gradients up
-        self.state = ComparedState(params, agreement.state_every, buffers, twins)
+        self.looks_at_sums = agreement.not_finite != "keep"
+        self.state = state
+        self.on_finding = on_finding
+        self._only_adds = only_adds
+        self._bad_in = bad_in
         self._compares = bool(agreement.state_every) and not group.single
         self._step = self._compared = self._signature = 0
         self._digest: PendingDigest | None = None
         self._adds = adds
         self._finite = FiniteCheck(max(group.size, adds))
         self.non_finite = NonFiniteSteps(agreement, group, self._report)
-
-    @property
-    def looks_at_sums(self) -> bool:
-        return self.agreement.not_finite != "keep"
 
     def stop_comparing(self) -> None:
         self._compares, self._digest = False, None
@@ -109,7 +107,7 @@ class ReplicaMonitor:
         if self.looks_at_sums and on_device:  # there sums are looked at before the update: replica/gate.py
             found = self._finite.taken_on_device()
         elif self.looks_at_sums:
-            self._finite.look_at_sums(sums, only_added=self.only_adds())
+            self._finite.look_at_sums(sums, only_added=self._only_adds())
             found = self._finite.taken()
         return Findings(state, 0 if digest is None else self._signature, found)
 
@@ -119,7 +117,7 @@ class ReplicaMonitor:
             error = self._resolve_drift(late=slots is None)
         if not self.looks_at_sums:
             return Decision(error=error)
-        bad = self.bad_in(rows[0].reduction) if slots is None else []
+        bad = self._bad_in(rows[0].reduction) if slots is None else []
         decision = self.non_finite.decide(rows, slots, bad, self._step)
         return decision if error is None else Decision(decision.drops_gradients, error)
 
