@@ -6,6 +6,7 @@ import os
 from paceline.errors import UsageError
 from paceline.faults.fault import FAULTS_NAME, Fault, once_less, parse, parse_all
 from paceline.faults.inject import InjectedFault, inject
+from paceline.member import in_elastic_job
 from paceline.progress import Phase, Progress, own_progress
 from paceline.rank_report import PROGRESS_SLOT, REPORT_NAME, report
 from paceline.world import World
@@ -41,7 +42,8 @@ class ArmedProgress(Progress):
     def rank(self) -> int:
         """Read when it is needed: a script may set the variables of its launcher itself."""
         if self._rank is None:
-            self._rank = World.from_env().rank
+            # In an elastic job ranks change, and a fault is meant for a slot: that of a spare is beyond the world.
+            self._rank = int(os.environ["RANK"]) if in_elastic_job() else World.from_env().rank
         return self._rank
 
     def _happen(self, fault: Fault) -> None:
