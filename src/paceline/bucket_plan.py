@@ -145,14 +145,12 @@ class Plan:
         )
 
 
-def plan_boundaries(
-    curve: ReadyCurve, cost: Cost, *, max_bucket_bytes: int | None = None, reserve: float = RESERVE
-) -> Plan:
+def plan_boundaries(curve: ReadyCurve, cost: Cost, *, reserve: float = RESERVE) -> Plan:
     """The buckets whose last reduction ends first, and of those the fewest.
 
     `reserve=1.0` takes the cost at its word, and then the plan is exact (up to TIE_S) when all gradients are of one
     kind. Gradients of several kinds interleave, and there the best of some partitions is taken, torch's default sizes
-    among them. No bucket is above `max_bucket_bytes`, unless a single gradient is.
+    among them.
 
     Why a reserve
     -------------
@@ -160,26 +158,23 @@ def plan_boundaries(
     If reductions then take half as long again as was measured on a quiet transport, the delays add up to more than any
     plan has saved. So plans are compared by the mean of their ends, at the cost and at `reserve` times it.
     """
-    if max_bucket_bytes is not None and max_bucket_bytes <= 0:
-        raise UsageError(f"expected max_bucket_bytes above zero, got {max_bucket_bytes}; None means no limit")
     if not 1.0 <= reserve < math.inf:
         raise UsageError(f"expected a reserve of 1.0 (none) or more, got {reserve}")
-    limit = math.inf if max_bucket_bytes is None else max_bucket_bytes
     kinds = {gradient.kind for gradient in curve.gradients}
     factors = [1.0] if reserve == 1.0 else [1 + (reserve - 1) * part / 4 for part in range(5)]
     costs = [cost.slower(factor) for factor in factors]
     if not curve.gradients:
         groups = []
     elif cost.progress_on_caller:
-        groups = _plan_on_caller(curve.gradients, cost, limit)
+        groups = _plan_on_caller(curve.gradients, cost)
     elif len(kinds) == 1 and None not in kinds:
-        groups = _plan_one_kind(curve.gradients, costs, limit)
+        groups = _plan_one_kind(curve.gradients, costs)
     else:
-        groups = _plan_mixed(curve.gradients, costs, limit)
+        groups = _plan_mixed(curve.gradients, costs)
     return Plan.of(groups, curve, cost)
 
 
-def _plan_on_caller(gradients: Sequence[Ready], cost: Cost, limit: float) -> list[list[int]]:
+def _plan_on_caller(gradients: Sequence[Ready], cost: Cost) -> list[list[int]]:
     """Buckets for a transport whose reductions are done by the computing thread, between gradients.
 
     n reductions take n·α + β·bytes of the thread's time wherever they are done, and delay every later gradient by it.
@@ -191,7 +186,7 @@ def _plan_on_caller(gradients: Sequence[Ready], cost: Cost, limit: float) -> lis
     small where that saves more than the α it costs.
     """
     items = [(gradient.param, gradient.kind, gradient.nbytes) for gradient in gradients]
-    groups = cap_groups(items, BucketCaps((ON_CALLER_BUCKET_BYTES,)), limit)
+    groups = cap_groups(items, BucketCaps((ON_CALLER_BUCKET_BYTES,)))
     if not cost.beta_s_per_byte:
         return groups
     size = {gradient.param: gradient.nbytes for gradient in gradients}
@@ -246,36 +241,34 @@ def _best(tried: Sequence[Sequence[_Bucket]], costs: Sequence[Cost]) -> int:
     return min((len(buckets), number) for number, buckets in enumerate(tried) if ends[number] <= bound)[1]
 
 
-def _plan_one_kind(gradients: Sequence[Ready], costs: Sequence[Cost], limit: float) -> list[list[int]]:
+def _plan_one_kind(gradients: Sequence[Ready], costs: Sequence[Cost]) -> list[list[int]]:
     """The consecutive groups that end first, and of those the fewest. Exact for one cost; for several, the best of the
     exact ones for each."""
     ready = list(accumulate((gradient.ready_s for gradient in gradients), max))
     sums = [0, *accumulate(gradient.nbytes for gradient in gradients)]
-    tried = [cuts for cost in costs for cuts in _candidates(ready, sums, cost, limit)]
+    tried = [cuts for cost in costs for cuts in _candidates(ready, sums, cost)]
     buckets = [[_Bucket((), ready[b - 1], sums[b] - sums[a], 0) for a, b in pairwise(cuts)] for cuts in tried]
     best = tried[_best(buckets, costs)]
     return [[gradient.param for gradient in gradients[a:b]] for a, b in pairwise(best)]
 
 
-def _candidates(ready: Sequence[float], sums: Sequence[int], cost: Cost, limit: float) -> Iterator[list[int]]:
+def _candidates(ready: Sequence[float], sums: Sequence[int], cost: Cost) -> Iterator[list[int]]:
     """The cuts with the fewest buckets for ends that come closer and closer to the earliest possible one."""
     low = max(ready[-1], ready[0] + cost.of(sums[-1]))  # nothing ends sooner
     high = ready[-1] + len(ready) * cost.alpha_s + cost.beta_s_per_byte * sums[-1]  # each gradient alone ends by then
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        cuts = _fewest_cuts(middle, ready, sums, cost, limit)
+        cuts = _fewest_cuts(middle, ready, sums, cost)
         if cuts is None:
             low = middle
         else:
             high = middle
             yield cuts
-    if cuts := _fewest_cuts(max(high, low + TIE_S), ready, sums, cost, limit):
+    if cuts := _fewest_cuts(max(high, low + TIE_S), ready, sums, cost):
         yield cuts
 
 
-def _fewest_cuts(
-    end_s: float, ready: Sequence[float], sums: Sequence[int], cost: Cost, limit: float
-) -> list[int] | None:
+def _fewest_cuts(end_s: float, ready: Sequence[float], sums: Sequence[int], cost: Cost) -> list[int] | None:
     """The fewest buckets whose last one ends at `end_s` or sooner; None where no buckets do.
 
     By the formula at the top, a bucket that is followed by k others and is full at `ready` may begin where at most
@@ -288,27 +281,26 @@ def _fewest_cuts(
         if time_left < 0:
             return None
         may_send = time_left / cost.beta_s_per_byte if cost.beta_s_per_byte else math.inf
-        within_limit = min(end - 1, bisect_left(sums, sums[end] - limit))
-        start = bisect_left(sums, sums[-1] - may_send, lo=within_limit, hi=end)
+        start = bisect_left(sums, sums[-1] - may_send, hi=end)
         if start == end:
             return None
         cuts.append(start)
     return cuts[::-1]
 
 
-def _plan_mixed(gradients: Sequence[Ready], costs: Sequence[Cost], limit: float) -> list[list[int]]:
+def _plan_mixed(gradients: Sequence[Ready], costs: Sequence[Cost]) -> list[list[int]]:
     """The best of: cuts that all kinds share, and sizes that each kind counts for itself. Then buckets are joined."""
     items = [(gradient.param, gradient.kind, gradient.nbytes) for gradient in gradients]
-    tried = [cap_groups(items, caps, limit) for caps in (_NO_CAP, BucketCaps.from_mib(None, None))]
+    tried = [cap_groups(items, caps) for caps in (_NO_CAP, BucketCaps.from_mib(None, None))]
     for count in (1, len({gradient.kind for gradient in gradients})):  # α once per cut, or once per kind
         dearer = [Cost(cost.alpha_s * count, cost.beta_s_per_byte) for cost in costs]
-        cuts = pairwise([0, *accumulate(map(len, _plan_one_kind(gradients, dearer, limit)))])
+        cuts = pairwise([0, *accumulate(map(len, _plan_one_kind(gradients, dearer)))])
         tried.append([group for start, end in cuts for group in cap_groups(items[start:end], _NO_CAP)])
-    joined = [_joined(_timed(groups, gradients), costs, limit) for groups in tried]
+    joined = [_joined(_timed(groups, gradients), costs) for groups in tried]
     return [list(bucket.params) for bucket in joined[_best(joined, costs)]]
 
 
-def _joined(buckets: list[_Bucket], costs: Sequence[Cost], limit: float) -> list[_Bucket]:
+def _joined(buckets: list[_Bucket], costs: Sequence[Cost]) -> list[_Bucket]:
     """Join each bucket with the next of its kind where that does not delay the end."""
     bound = _mean_end(buckets, costs) + TIE_S
     place = 0
@@ -316,7 +308,7 @@ def _joined(buckets: list[_Bucket], costs: Sequence[Cost], limit: float) -> list
         bucket = buckets[place]
         later = (i for i in range(place + 1, len(buckets)) if buckets[i].kind == bucket.kind is not None)
         partner = next(later, None)
-        if partner is not None and bucket.nbytes + buckets[partner].nbytes <= limit:
+        if partner is not None:
             joined = bucket.and_then(buckets[partner])
             tried = [*buckets[:place], *buckets[place + 1 : partner], joined, *buckets[partner + 1 :]]
             if _mean_end(tried, costs) <= bound:

@@ -163,13 +163,11 @@ def lay_groups(params: Iterable[ParamMeta], groups: Iterable[Sequence[int]]) -> 
     return Layout(metas, tuple(_bucket(index, group, metas) for index, group in enumerate(groups)))
 
 
-def cap_groups(
-    items: Iterable[tuple[int, Hashable | None, int]], caps: BucketCaps, limit: float = math.inf
-) -> list[list[int]]:
+def cap_groups(items: Iterable[tuple[int, Hashable | None, int]], caps: BucketCaps) -> list[list[int]]:
     """Group (parameter, kind, bytes), earliest gradient first: one kind per group, and kind None alone.
 
-    A group closes when it has reached its cap, or would go above `limit`. Groups are sorted by their last gradient,
-    because that is when their buckets are full, and buckets are launched strictly in index order.
+    A group closes when it has reached its cap. Groups are sorted by their last gradient, because that is when their
+    buckets are full, and buckets are launched strictly in index order.
     """
     open_groups: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
@@ -177,22 +175,17 @@ def cap_groups(
     groups: list[list[int]] = []
     position: dict[int, int] = {}
 
-    def close(kind: Hashable) -> None:
-        groups.append(open_groups.pop(kind))
-        closed_count[kind] = closed_count.get(kind, 0) + 1
-        open_bytes[kind] = 0
-
     for place, (param, kind, nbytes) in enumerate(items):
         position[param] = place
         if kind is None:
             groups.append([param])
             continue
-        if kind in open_groups and open_bytes[kind] + nbytes > limit:
-            close(kind)
         open_groups.setdefault(kind, []).append(param)
         open_bytes[kind] = open_bytes.get(kind, 0) + nbytes
         if open_bytes[kind] >= caps.of(closed_count.get(kind, 0)):
-            close(kind)
+            groups.append(open_groups.pop(kind))
+            closed_count[kind] = closed_count.get(kind, 0) + 1
+            open_bytes[kind] = 0
     groups.extend(open_groups.values())
     return sorted(groups, key=lambda group: position[group[-1]])
 

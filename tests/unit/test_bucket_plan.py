@@ -116,13 +116,6 @@ def test_what_is_reduced_before_backward_ends_is_not_exposed() -> None:
     assert plan.predicted_busy_s == pytest.approx(0.1)
 
 
-def test_a_limit_on_buckets_is_kept_and_a_larger_gradient_is_alone() -> None:
-    times = curve(*[(0.1, KIB)] * 5, (0.1, 9 * KIB), (0.1, KIB))
-    plan = plan_boundaries(times, Cost(1.0, 0.0), max_bucket_bytes=3 * KIB)
-    assert plan.groups[-2:] == ((5,), (6,))
-    assert len(plan.groups) == 4
-
-
 def test_a_small_kind_is_not_sent_with_every_bucket_of_the_large_one() -> None:
     layers = [(0.1 * layer, nbytes) for layer in range(1, 11) for nbytes in (4 * MIB, 512)]
     times = curve(*layers, kinds=["half", "single"] * 10)
@@ -162,11 +155,6 @@ def test_an_impossible_reserve_is_refused(bad: float) -> None:
         plan_boundaries(curve((0.1, KIB)), Cost(0, 0), reserve=bad)
 
 
-def test_an_impossible_limit_is_refused() -> None:
-    with pytest.raises(UsageError, match="max_bucket_bytes above zero, got 0"):
-        plan_boundaries(curve((0.1, KIB)), Cost(0, 0), max_bucket_bytes=0)
-
-
 # ---- reduced by the calling thread
 
 
@@ -184,11 +172,6 @@ def test_on_caller_buckets_are_few_and_the_last_one_is_small() -> None:
 def test_on_caller_a_last_bucket_is_not_cut_for_less_than_it_costs() -> None:
     times = curve((0.01, 10 * KIB), (0.02, 10 * KIB))
     assert plan_boundaries(times, Cost(20e-6, 0.2e-9, progress_on_caller=True)).groups == ((0, 1),)
-
-
-def test_on_caller_a_limit_is_kept() -> None:
-    plan = plan_boundaries(curve(*[(0.1, 100)] * 10), Cost(1, 1e-9, progress_on_caller=True), max_bucket_bytes=250)
-    assert max(plan.bucket_bytes) == 200
 
 
 # ---- what a reduction costs
@@ -253,16 +236,12 @@ def curves(draw: st.DrawFn, max_size: int = 9, kinds: Sequence[Any] = (0,)) -> R
     return ReadyCurve(tuple(gradients), now + draw(steps))
 
 
-@given(times=curves(), cost=costs, limit=st.none() | st.integers(1, 20 * MIB))
-def test_no_partition_ends_sooner_and_none_as_soon_has_fewer_buckets(
-    times: ReadyCurve, cost: Cost, limit: int | None
-) -> None:
-    plan = exact(times, cost, max_bucket_bytes=limit)
-    ends = {}
-    for groups in partitions(len(times.gradients)):
-        bytes_of = [sum(times.gradients[param].nbytes for param in group) for group in groups]
-        if all(limit is None or n <= limit or len(g) == 1 for n, g in zip(bytes_of, groups, strict=True)):
-            ends[tuple(map(tuple, groups))] = end_by_formula(groups, times, cost)
+@given(times=curves(), cost=costs)
+def test_no_partition_ends_sooner_and_none_as_soon_has_fewer_buckets(times: ReadyCurve, cost: Cost) -> None:
+    plan = exact(times, cost)
+    ends = {
+        tuple(map(tuple, groups)): end_by_formula(groups, times, cost) for groups in partitions(len(times.gradients))
+    }
     earliest = min(ends.values())
     assert ends[plan.groups] <= earliest + TIE_S + CLOSE
     assert len(plan.groups) <= min(len(groups) for groups, end in ends.items() if end <= earliest + TIE_S - CLOSE)
@@ -280,10 +259,10 @@ def test_no_bucket_size_of_torch_ends_sooner(times: ReadyCurve, cost: Cost, cap:
 MIXED = ("half", "single", None)
 
 
-@given(times=curves(24, MIXED), cost=costs, limit=st.none() | st.integers(1, 20 * MIB), on_caller=st.booleans())
-def test_every_plan_can_be_laid_out_and_sent(times: ReadyCurve, cost: Cost, limit: int | None, on_caller: bool) -> None:
+@given(times=curves(24, MIXED), cost=costs, on_caller=st.booleans())
+def test_every_plan_can_be_laid_out_and_sent(times: ReadyCurve, cost: Cost, on_caller: bool) -> None:
     cost = Cost(cost.alpha_s, cost.beta_s_per_byte, on_caller)
-    plan = plan_boundaries(times, cost, max_bucket_bytes=limit)
+    plan = plan_boundaries(times, cost)
     dtypes = {"half": torch.int8, "single": torch.uint8, None: torch.int8}
     metas = [
         ParamMeta(f"p{g.param}", (g.nbytes,), (1,), dtypes[g.kind], CPU, g.kind is None)  # type: ignore[index]
@@ -295,7 +274,6 @@ def test_every_plan_can_be_laid_out_and_sent(times: ReadyCurve, cost: Cost, limi
     last_places = [group[-1] for group in plan.groups]
     assert last_places == sorted(last_places), "buckets are launched in the order in which they fill"
     assert all(list(group) == sorted(group) for group in plan.groups)
-    assert all(limit is None or n <= limit or len(g) == 1 for n, g in zip(plan.bucket_bytes, plan.groups, strict=True))
     assert plan.bucket_bytes == tuple(sum(times.gradients[param].nbytes for param in group) for group in plan.groups)
 
 
@@ -354,7 +332,7 @@ def many(count: int, seed: int) -> ReadyCurve:
     return curve(*[(now, dice.choice([0, 512, 2048, 4 * KIB, 4 * MIB])) for now in ready])
 
 
-def earliest_end(times: ReadyCurve, cost: Cost, limit: float) -> float:
+def earliest_end(times: ReadyCurve, cost: Cost) -> float:
     """By a dynamic programme over all consecutive buckets."""
     gradients = times.gradients
     ends = [0.0]
@@ -362,35 +340,32 @@ def earliest_end(times: ReadyCurve, cost: Cost, limit: float) -> float:
         nbytes, best = 0, math.inf
         for start in range(end - 1, -1, -1):
             nbytes += gradients[start].nbytes
-            if nbytes > limit and end - start > 1:
-                break
             best = min(best, max(gradients[end - 1].ready_s, ends[start]) + cost.of(nbytes))
         ends.append(best)
     return ends[-1]
 
 
-@given(times=curves(60), cost=costs, limit=st.none() | st.integers(1, 100 * MIB))
-def test_the_exposed_time_is_that_of_the_exact_optimum(times: ReadyCurve, cost: Cost, limit: int | None) -> None:
-    best = max(0.0, earliest_end(times, cost, limit or math.inf) - times.backward_end_s)
-    assert exact(times, cost, max_bucket_bytes=limit).predicted_exposed_s <= best + TIE_S + CLOSE
+@given(times=curves(60), cost=costs)
+def test_the_exposed_time_is_that_of_the_exact_optimum(times: ReadyCurve, cost: Cost) -> None:
+    best = max(0.0, earliest_end(times, cost) - times.backward_end_s)
+    assert exact(times, cost).predicted_exposed_s <= best + TIE_S + CLOSE
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cost", [Cost(1e-4, 1e-11), Cost(1e-4, 1e-9), Cost(0.0, 1e-9), Cost(1e-2, 0.0)], ids=str)
 def test_many_parameters_are_planned_exactly(seed: int, cost: Cost) -> None:
     times = many(700, seed)
-    best = max(0.0, earliest_end(times, cost, math.inf) - times.backward_end_s)
+    best = max(0.0, earliest_end(times, cost) - times.backward_end_s)
     assert exact(times, cost).predicted_exposed_s <= best + TIE_S + CLOSE
 
 
 @pytest.mark.parametrize(
     "cost", [Cost(0.0, 1e-10), Cost(1e-4, 1e-9), Cost(1e-5, 1e-10, progress_on_caller=True)], ids=str
 )
-@pytest.mark.parametrize("limit", [None, 5 * MIB])
-def test_planning_takes_no_time_worth_noticing(cost: Cost, limit: int | None) -> None:
+def test_planning_takes_no_time_worth_noticing(cost: Cost) -> None:
     times = many(5000, 0)
     started = time.process_time()
-    plan = plan_boundaries(times, cost, max_bucket_bytes=limit)
+    plan = plan_boundaries(times, cost)
     assert time.process_time() - started < 2.0
     assert sorted(param for group in plan.groups for param in group) == list(range(5000))
 
