@@ -4,13 +4,12 @@ Beside values, bits depend on strides and on how memory is aligned, since these 
 no pickle, so what may be sent is what `stored/value_tree.py` has trees for.
 """
 
-import json
 from typing import Any
 
 import torch
 
 from paceline.stored.json_tree import Encoder, decode_tensor
-from paceline.stored.tensor_file import TensorFile, bytes_of, file_parts
+from paceline.stored.packed import pack, unpack_tree
 from paceline.stored.value_tree import MARK, decode_tree
 
 ALIGNMENT = 64  # bytes; no kernel asks for more
@@ -37,16 +36,12 @@ class _ExactEncoder(Encoder):
 
 def pack_exactly(value: Any, name: str) -> bytes:
     """The bytes of a value; `name` stands for it in errors. Raises UsageError for what cannot be sent."""
-    encoder = _ExactEncoder()
-    tree = json.dumps(encoder.encode(value, (name,))).encode()
-    head, body = file_parts(encoder.tensors)
-    return b"".join([len(tree).to_bytes(8, "little"), tree, head, *body])
+    return pack(value, name, _ExactEncoder())
 
 
 def unpack_exactly(blob: torch.Tensor, device: torch.device) -> Any:
     """What `pack_exactly` packed. Tensors that were on a device are on `device`."""
-    length = int.from_bytes(bytes_of(blob)[:8], "little")
-    tensors = TensorFile(blob[8 + length :].clone())
+    described, tensors = unpack_tree(blob)
     made: dict[tuple[str, bool], torch.Tensor] = {}
 
     def leaf(tree: dict[str, Any]) -> Any:
@@ -60,7 +55,7 @@ def unpack_exactly(blob: torch.Tensor, device: torch.device) -> Any:
             made[key] = _placed(plain, tree["strides"], tree["place"], target).requires_grad_(key[1])
         return made[key]
 
-    return decode_tree(json.loads(bytes(bytes_of(blob)[8 : 8 + length])), leaf)
+    return decode_tree(described, leaf)
 
 
 def _placed(values: torch.Tensor, strides: list[int], place: int, device: torch.device) -> torch.Tensor:
