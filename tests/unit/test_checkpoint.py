@@ -5,8 +5,10 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,16 +90,20 @@ def test_a_resumed_run_ends_with_the_digest_of_the_uninterrupted_one(
     assert again.train(6 - at) == expected
 
 
-def test_saves_are_due_by_steps_or_by_seconds(tmp_path: Path) -> None:
+def test_saves_are_due_by_steps_or_by_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_steps = Checkpointer(tmp_path, every_steps=50)
     assert [step for step in range(201) if by_steps.due(step)] == [50, 100, 150, 200]
     assert not any(Checkpointer(tmp_path).due(step) for step in range(100))
-    by_seconds = Checkpointer(tmp_path, every_seconds=0.02)
-    step = 0
-    while not by_seconds.due(step):
-        step += 1
-    by_seconds.save(step, note=1)
-    assert not by_seconds.due(step + 1)
+    now = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
+    monkeypatch.setattr("paceline.checkpoint.checkpointer.time", clock)
+    by_seconds = Checkpointer(tmp_path, every_seconds=60.0)
+    calls = range(5000)  # ranks do not communicate in every one
+    assert not any(map(by_seconds.due, calls))
+    now = 60.0
+    assert any(map(by_seconds.due, calls))
+    by_seconds.save(1, note=1)
+    assert not any(map(by_seconds.due, calls))
     by_seconds.wait()
 
 
