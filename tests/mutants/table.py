@@ -280,6 +280,30 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "memory that others look at is filled after the step",
+        "replica/update_gathers.py",
+        "            or any(map(self._others_look_at, self._shards, self._views))\n",
+        "",
+    ),
+    Mutant(
+        "a module runs before its parameters are there",
+        "replica/update_gathers.py",
+        "self._wait_for(*(gathers if module.training else self._gathers))",
+        "pass",
+    ),
+    Mutant(
+        "a backward through parameters from before the update runs",
+        "replica/update_gathers.py",
+        "        torch.autograd.graph.increment_version(self.params)",
+        "        _ = (self.params)",
+    ),
+    Mutant(
+        "the next update begins before the last one is complete",
+        "replica/owned.py",
+        "            self.gathers.wait()\n",
+        "            pass\n",
+    ),
+    Mutant(
         "the norm is that of this rank's shards",
         "replica/owned.py",
         "        work = self._group.transport.all_reduce(total, Op.MAX if highest else Op.SUM)\n",

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,30 @@ def test_a_rank_that_dies_is_named_by_whoever_waits(procs: Pool, use: str) -> No
     assert isinstance(survivor.error, paceline.errors.PeerLost) and survivor.error.ranks == (1,)
     assert "the parameters that other ranks have updated (0.weight to 4.bias)" in str(survivor.error)
     assert survivor.seconds < 10
+
+
+def interrupted(rank: int, size: int, place: str) -> list[Any]:
+    """Rank 0 is interrupted while it waits for rank 1, which has not made its step, and goes on."""
+    model, optimizer = wrap()
+    model(draw(rank, 4, 8)).square().mean().backward()
+    noticed = Path(place)
+    while rank and not noticed.exists():
+        time.sleep(0.01)
+    optimizer.step()
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            model(draw(0, 4, 8))
+        signal.signal(signal.SIGALRM, before)
+        assert pending(model) == 6
+        noticed.touch()
+    return [param.detach().tolist() for param in model.module.parameters()]
+
+
+def test_who_is_interrupted_waits_again(procs: Pool, tmp_path: Path) -> None:
+    first, second = procs(2).run(interrupted, str(tmp_path / "noticed"))
+    assert first == second
 
 
 SCRIPT = """

@@ -321,6 +321,26 @@ def test_parameters_of_modules_that_run_as_a_whole_come_inside_the_step() -> Non
     assert found == [["0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias", "2.2.weight", "2.2.bias"]] * 2
 
 
+def test_two_optimizers_of_one_replica() -> None:
+    def body(placement: str) -> Callable[[Transport], Values]:
+        def train(transport: Transport) -> Values:
+            model = DDP(mlp(*WIDTHS), transport=transport, placement=placement, timeout=20)
+            params = list(model.parameters())
+            both = [model.optimizer(torch.optim.AdamW, some, lr=0.01) for some in (params[:3], params[3:])]
+            for step in range(3):
+                model(draw(10 * step + transport.rank, 4, 8)).square().mean().backward()
+                for optimizer in both:
+                    optimizer.step()
+                model.zero_grad()
+            return [param.detach().clone() for param in params]
+
+        return train
+
+    plain = run(body("ddp"), 2)[0]
+    for found in run(body("zero1"), 2):
+        assert_equal(found, plain)
+
+
 def test_a_rank_that_is_gone_is_named_by_whoever_waits() -> None:
     gone = threading.Event()
 
@@ -350,11 +370,14 @@ def test_a_replica_is_let_go_of_right_after_its_last_step() -> None:
         model, optimizer = wrap(transport)
         update(model, optimizer, transport.rank)
         assert len(pending(model)) == 8
+        if transport.rank:
+            model._closing()  # which Python calls when nobody has the replica any more
+            assert pending(model) == []
         net: nn.Module = model.module
         return net
 
     nets = run(body, 2)
     gc.collect()
     for net in nets:
-        assert all(type(param) is nn.Parameter for param in net.parameters())
-        assert_equal(list(net.parameters()), expected())
+        assert_equal([param.detach() for param in net.parameters()], expected())
+        assert all(not layer._forward_pre_hooks for layer in net.modules())

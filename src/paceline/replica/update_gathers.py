@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -99,12 +100,15 @@ class UpdateGather:
 
     def unseen(self, opaque: Iterable[int]) -> bool:
         """Whether somebody could use the parameters without being noticed."""
-        kept_by_us = (2 + views + (not s.has_master) for views, s in zip(self._views, self._shards, strict=True))
         return (
             any(type(param) is not nn.Parameter for param in self.params)
             or not set(map(id, self.params)).isdisjoint(opaque)
-            or any(_uses_of_memory(param) != uses for param, uses in zip(self.params, kept_by_us, strict=True))
+            or any(map(self._others_look_at, self._shards, self._views))
         )
+
+    def _others_look_at(self, shard: Shard, views: int) -> bool:
+        """Whether something besides the parameter, our gather and our optimizer does. `views`: of our gather."""
+        return _uses_of_memory(shard.param) != _uses_by_one() + views + (not shard.has_master)
 
     def make_pending(self, wait: Callable[["UpdateGather"], None]) -> None:
         """From now on whoever uses a parameter waits, by calling `wait`."""
@@ -289,9 +293,15 @@ class UpdateGathers:
 
 
 def _uses_of_memory(tensor: torch.Tensor) -> int:
-    """How many tensors look at the memory of this one, with the one that is made to ask."""
+    """How often the memory of a tensor is referred to, by tensors and by what is made to ask."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+@cache
+def _uses_by_one() -> int:
+    """The same where one tensor does."""
+    return _uses_of_memory(torch.empty(1, device="cpu"))
 
 
 def _who_waits(
