@@ -36,6 +36,7 @@ LONGEST = (
     "procs/test_checkpoint_shares.py",
     "procs/test_checkpoint_loading.py",
     "procs/test_checkpoint_dcp.py",
+    "procs/test_update_gathers.py",
 )
 
 

@@ -298,12 +298,6 @@ MUTANTS = [
         "        _ = (self.params)",
     ),
     Mutant(
-        "the next update begins before the last one is complete",
-        "replica/owned.py",
-        "            self.gathers.wait()\n",
-        "            pass\n",
-    ),
-    Mutant(
         "the norm is that of this rank's shards",
         "replica/owned.py",
         "        work = self._group.transport.all_reduce(total, Op.MAX if highest else Op.SUM)\n",
