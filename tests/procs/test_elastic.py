@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from tests.models import draw
 from tests.pool import Pool
 
 STEPS, LANES, BATCH = 6, 6, 2
-FOUR = ElasticTerms(minimum=1, maximum=3)
+THREE = ElasticTerms(minimum=1, maximum=3)
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,10 @@ class Fault:
     where: str
     kind: str = "kill"
 
-    def strike(self, member: int, step: int, where: str) -> None:
-        if (member, step, where) == (self.member, self.step, self.where):
-            if self.kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise paceline.errors.PeerLost("as a connection breaks")
+    def strike(self) -> None:
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise {"break": paceline.errors.PeerLost, "fail": ValueError}[self.kind]("as a connection breaks")
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
@@ -65,73 +66,102 @@ class Seen(nn.Module):
         return found
 
 
-class Halved(torch.optim.AdamW):
-    """Stops in the middle of an update when it is told to."""
+@dataclass(frozen=True)
+class Script:
+    """What a user may have written."""
 
-    stops: Any = None
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        groups = self.param_groups
-        self.param_groups = groups[:1]
-        super().step()
-        self.param_groups = groups
-        if self.stops is not None:
-            self.stops()
-        self.param_groups = groups[1:]
-        super().step()
-        self.param_groups = groups
+    faults: tuple[Fault, ...] = ()
+    transport: str = "auto"
+    lanes: int | None = LANES
+    folder: str = ""  # of checkpoints, one after every step
+    late: int = -1  # a member that starts only when the others are at step 3; they wait for it at step 4
+    goes_on: bool = False  # after an error of its own
 
 
-def train(member: int, faults: tuple[Fault, ...], transport: str = "auto", lanes: int | None = LANES) -> dict[str, Any]:
-    """A script as a user writes it. Returns what the rank has at the end, and what it has been through."""
+def train(member: int, script: Script) -> dict[str, Any]:
+    """Returns what the rank has at the end, and what it has been through."""
     logging.getLogger("paceline").setLevel(logging.ERROR)
+    struck: list[Fault] = []  # each of them once
     torch.manual_seed(member)  # rank by rank another start: the first decides
 
     def at(where: str) -> None:
-        for fault in faults:
-            fault.strike(member, run.step, where)
+        for fault in script.faults:
+            if fault not in struck and (member, run.step, where) == (fault.member, fault.step, fault.where):
+                struck.append(fault)
+                fault.strike()
 
-    paceline.init()
+    world = paceline.init()
+    if member == script.late:
+        await_file(Path(script.folder, "at 3"))
     net = Seen()
-    model = paceline.DistributedDataParallel(net, lanes=lanes, seed=5, transport=transport)
+    model = paceline.DistributedDataParallel(net, lanes=script.lanes, seed=5, transport=script.transport)
     params = list(model.parameters())
-    optimizer = torch.optim.AdamW([{"params": params[:3]}, {"params": params[3:]}], lr=0.05, foreach=False)
+    optimizer = torch.optim.AdamW(params[:3], lr=0.05, foreach=False)
+    second = torch.optim.SGD(params[3:], lr=0.05, momentum=0.9, foreach=False)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    loader: Any = paceline.Loader(Samples(), BATCH, lanes=lanes, seed=3)
-    run = paceline.Elastic(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    loader: Any = paceline.Loader(Samples(), BATCH, lanes=script.lanes, seed=3)
+    saves = paceline.Checkpointer(script.folder, asynchronous=False) if script.folder else None
+    run = paceline.Elastic(
+        model=model, optimizer=optimizer, second=second, scheduler=scheduler, loader=loader, checkpoints=saves
+    )
     net.in_backward = lambda: at("backward")
     batches, worlds, steps = loader.endless(), [], []
     while run.step < STEPS:
         at("between")
-        with run.attempt():
-            worlds.append((run.generation, paceline.get("rank"), paceline.get("ws")))
-            steps.append(run.step)
-            found = next(batches)
-            for microbatch in found if lanes is None else model.lanes(found, run.step):
-                at("forward")
-                loss = functional.mse_loss(model(microbatch), torch.zeros(len(microbatch), 4))
-                loss.backward()
-            with run.commit():
+        if script.late >= 0 and run.step == 3:
+            Path(script.folder, "at 3").touch()
+        if script.late >= 0 and run.step == 4 and world.size < 3:
+            until(lambda: run._generations is not None and run._generations.wants_regroup)
+        try:
+            with run.attempt():
+                worlds.append((run.generation, world.rank, world.size))
+                steps.append(run.step)
+                found = next(batches)
+                for microbatch in [found] if script.lanes is None else model.lanes(found, run.step):
+                    at("forward")
+                    loss = functional.mse_loss(model(microbatch), torch.zeros(len(microbatch), 4))
+                    loss.backward()
                 at("before the update")
-                optimizer.step()
-                at("after the update")
-                scheduler.step()
-            at("after the commit")
-            optimizer.zero_grad()
+                with run.commit():
+                    optimizer.step()
+                    at("in the update")
+                    second.step()
+                    scheduler.step()
+                    at("after the update")
+                at("after the commit")
+                optimizer.zero_grad()
+                second.zero_grad()
+                if saves is not None:
+                    saves.save(run.step, **run.declared)
+        except ValueError:
+            if not script.goes_on:
+                raise
     run.finish()
     paceline.shutdown()
+    more = {"loader": loader.state_dict(), "second": second.state_dict()}
     return {
-        "digest": paceline.digest(model, optimizer, run.step, loader),
+        "digest": paceline.digest(model, optimizer, run.step, more),
         "rate": scheduler.get_last_lr(),
         "worlds": worlds,
         "steps": steps,
     }
 
 
+def await_file(path: Path) -> None:
+    until(path.exists)
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 @pytest.fixture(scope="module")
 def quiet(procs: Pool, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of a run in which nothing happens."""
-    job = run_elastic(procs, tmp_path_factory.mktemp("quiet"), train, (), terms=FOUR, processes=3)
+    job = run_elastic(procs, tmp_path_factory.mktemp("quiet"), train, Script(), terms=THREE, processes=3)
     job.check()
     (digest,) = {value["digest"] for value in job.values}
     assert len(job.values) == 3
@@ -155,12 +185,93 @@ def test_the_quiet_run_is_that_of_one_process(procs: Pool, quiet: str) -> None:
 def alone_(rank: int, size: int) -> dict[str, Any]:
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
-    return train(0, ())
+    return train(0, Script())
 
 
-@pytest.mark.parametrize("where", ["between", "forward", "backward", "before the update", "after the update"])
+KILLS = ("between", "forward", "backward", "before the update", "in the update", "after the update", "after the commit")
+
+
+@pytest.mark.parametrize("where", KILLS)
 @pytest.mark.parametrize("member", [0, 2])
 def test_a_rank_is_killed(procs: Pool, tmp_path: Path, quiet: str, member: int, where: str) -> None:
-    job = run_elastic(procs, tmp_path, train, (Fault(member, 2, where),), terms=FOUR, processes=3)
+    script = Script((Fault(member, 2, where),))
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
     check(job, quiet, lost=1)
     assert len(job.values) == 2
+
+
+@pytest.mark.parametrize("transport", ["torch"])
+def test_over_other_transports(procs: Pool, tmp_path: Path, quiet: str, transport: str) -> None:
+    script = Script((Fault(1, 2, "forward"), Fault(2, 4, "backward")), transport=transport)
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
+    check(job, quiet, lost=2)
+    assert [formed.generation.size for formed in job.formed] == [3, 2, 1]
+
+
+def test_a_connection_breaks(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    """Nobody dies: all meet again. Each is at another place of step 2: before its update, in it, and after it."""
+    faults = (Fault(0, 2, "before the update", "break"), Fault(1, 2, "in the update", "break"))
+    job = run_elastic(procs, tmp_path, train, Script(faults), terms=THREE, processes=3)
+    check(job, quiet, lost=0)
+    assert [formed.generation.size for formed in job.formed] == [3, 3]
+    healed = job.formed[-1].generation
+    assert (healed.source, healed.step, healed.heal) == (2, 3, True)
+    assert [value["steps"] for value in job.values] == [[0, 1, 2, 3, 4, 5]] * 2 + [[0, 1, 2, 3, 3, 4, 5]]
+
+
+def test_all_are_torn(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    faults = tuple(Fault(member, 3, "in the update", "break") for member in range(3))
+    script = Script(faults, folder=str(tmp_path))
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
+    check(job, quiet, lost=0)
+    assert job.formed[-1].generation.source is None
+    assert {tuple(value["steps"]) for value in job.values} == {(0, 1, 2, 3, 3, 4, 5)}
+
+
+def test_without_a_checkpoint_all_torn_is_the_end(procs: Pool, tmp_path: Path) -> None:
+    faults = tuple(Fault(member, 3, "in the update", "break") for member in range(2))
+    job = run_elastic(procs, tmp_path, train, Script(faults), terms=ElasticTerms(minimum=2, maximum=2), processes=2)
+    with pytest.raises(paceline.errors.WorldNotFormed, match="checkpoints=paceline.Checkpointer"):
+        job.check()
+
+
+def test_a_rank_that_is_new_takes_everything(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    """It starts when the others have gone on without it, and they leave their generation for it after a step."""
+    script = Script((Fault(1, 1, "forward"),), folder=str(tmp_path), late=3)
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=4)
+    check(job, quiet, lost=1)
+    assert [formed.generation.members for formed in job.formed] == [(0, 1, 2), (0, 2), (0, 2, 3)]
+    assert job.values[-1]["steps"] == [5]
+    assert job.values[-1]["worlds"] == [(2, 2, 3)]
+
+
+def test_a_spare_takes_the_place_of_a_rank(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    script = Script((Fault(1, 3, "backward"),))
+    terms = ElasticTerms(minimum=2, maximum=2, spares=1)
+    job = run_elastic(procs, tmp_path, train, script, terms=terms, processes=3)
+    check(job, quiet, lost=1)
+    assert [formed.generation.members for formed in job.formed] == [(0, 1), (0, 2)]
+
+
+def test_an_error_of_the_script_is_raised_there_alone(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    script = Script((Fault(1, 2, "backward", "fail"),))
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
+    assert [type(outcome.error) for outcome in job.outcomes] == [type(None), ValueError, type(None)]
+    assert [loss.cause for loss in job.losses] == ["raised ValueError: as a connection breaks"]
+    assert {value["digest"] for value in job.values} == {quiet}
+
+
+def test_a_script_may_catch_its_error_and_go_on(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    script = Script((Fault(1, 2, "backward", "fail"),), goes_on=True)
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
+    check(job, quiet, lost=0)
+    assert job.values[1]["steps"] == [0, 1, 2, 2, 3, 4, 5]
+
+
+def test_without_lanes(procs: Pool, tmp_path: Path) -> None:
+    script = Script((Fault(1, 2, "forward"), Fault(0, 4, "after the update")), lanes=None)
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
+    job.check()
+    (value,) = job.values
+    assert sorted(set(value["steps"])) == list(range(STEPS))
+    assert value["worlds"][-1] == (2, 0, 1)

@@ -18,7 +18,7 @@ from paceline.elastic.generations import Generations
 from paceline.elastic.joining import Joining
 from paceline.elastic.losses import describe_loss, follows_loss
 from paceline.elastic.regroup import ask_regroup, asked_regroup
-from paceline.elastic.transaction import Transaction
+from paceline.elastic.transaction import StepMark, Transaction
 from paceline.elastic.undeclared import UndeclaredReplicas, UpdateWatch
 from paceline.errors import PeerLost, WorldNotFormed
 from paceline.member import Member
@@ -163,12 +163,14 @@ class Elastic:
         return False
 
     def _drop(self, *, discards: bool) -> None:
-        """What the attempt has changed beside the update is as it was."""
+        """What the attempt has changed beside the update is as it was; after its commit it belongs to the next step."""
+        committed = self._transaction.mark is StepMark.WHOLE
         self._transaction.drop()
         for replica in self._declared.replicas if discards else ():
             discard(replica)
         self._declared.go_back()
-        self._before.put_back()
+        if not committed:
+            self._before.put_back()
         self._updates.forget()
 
     def _join(self) -> None:

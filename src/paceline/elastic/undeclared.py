@@ -46,13 +46,16 @@ class UpdateWatch:
         self._stepping = 0
 
     def _before(self, optimizer: Optimizer) -> None:
-        if not self._stepping and id(optimizer) not in self._declared:
+        mark, declared = self._transaction.mark, id(optimizer) in self._declared
+        if self._stepping or (not declared and mark not in (StepMark.ATTEMPTING, StepMark.UPDATING)):
+            pass  # of no concern to this run
+        elif not declared:
             raise UsageError(
                 f"a {type(optimizer).__name__} was about to step that paceline.Elastic does not know of, so a rank "
                 f"that takes over the state of another would lack what it changes: declare it, as in "
                 f"Elastic(model=model, optimizer=optimizer, second_optimizer=...)"
             )
-        if not self._stepping and self._transaction.mark is not StepMark.UPDATING:
+        elif mark is not StepMark.UPDATING:
             raise IllegalMove(
                 f"{type(optimizer).__name__}.step() was called outside of `with run.commit():`, so it would not be "
                 f"known whether step {self._transaction.step} was made: call it there, as scheduler.step()"
