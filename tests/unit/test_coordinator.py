@@ -320,7 +320,8 @@ def test_below_the_minimum_it_waits_says_for_what_and_gives_up() -> None:
 
 def test_a_batch_that_raises_on_whoever_has_it_is_tried_twice() -> None:
     job = Job(minimum=1).found()
-    job.say(1, MemberFailed(0, 7, "ValueError: bad sample 3"))
+    loss = Loss(1, 1, 1, 7, "raised ValueError: bad sample 3")
+    assert Lost(loss) in job.say(1, MemberFailed(0, 7, "ValueError: bad sample 3"))
     job.exit(1, Departure("exited with code 1", 7))
     assert job.coordinator.losses == [Loss(1, 1, 1, 7, "raised ValueError: bad sample 3")]
     job.ready(0, 2, step=7, whole=True)
@@ -328,6 +329,17 @@ def test_a_batch_that_raises_on_whoever_has_it_is_tried_twice() -> None:
     *_, action = job.say(0, MemberFailed(1, 7, "ValueError: bad sample 4"))
     assert isinstance(action, GiveUp) and action.final
     assert action.reason.startswith("step 7 has failed in two generations")
+
+
+def test_a_generation_that_two_times_cannot_be_formed_may_be_begun_anew() -> None:
+    job = Job(minimum=1, maximum=4).found()
+    job.exit(3, KILLED)
+    for victim in (2, 1):
+        job.ready(*range(victim + 1), step=7, whole=True)
+        assert job.coordinator.stage is Stage.FORMING
+        job.exit(victim, Departure("raised WorldNotFormed: no", 7))
+    (action,) = job.of(GiveUp)
+    assert isinstance(action, GiveUp) and not action.final
 
 
 def test_all_that_fail_at_once_are_one_try() -> None:

@@ -85,8 +85,9 @@ class _Living:
     slot: int
     ready: MemberReady | None = None  # it waits for a generation
     joined: bool = False  # it has waited for one
-    generation: int = NEVER  # the last one that it was in, and its rank there
+    generation: int = NEVER  # the last one that it was in, its rank there, and whether it had formed it
     rank: int = NEVER
+    formed: bool = False
     failed: MemberFailed | None = None  # what its script has raised, unless it has caught that
     failed_at: float = 0.0
 
@@ -179,6 +180,7 @@ class Coordinator:
 
     def _on_formed(self, member: int, generation: Generation, now: float) -> Iterator[Action]:
         self._formed.add(member)
+        self._living[member].formed = True
         if self.stage is Stage.FORMING and self._formed >= set(generation.members):
             yield from self._work(generation, now)
             yield from self._fill_slots()
@@ -194,11 +196,15 @@ class Coordinator:
         yield Formed(generation, self._joined, took_s)
 
     def _on_failed(self, living: _Living, message: MemberFailed, now: float) -> Iterator[Action]:
+        cause = f"raised {message.reason}"
         living.failed, living.failed_at = message, now
+        yield self._note_loss(living, message.step, cause)
         if living.member in self._seats:
-            yield from self._leave(living.member, f"raised {message.reason}", now)
-        if self._retries.is_hopeless(message.generation, message.step, message.reason):
-            yield self._give_up_step(message.step, f"raised {message.reason}")
+            yield from self._leave(living.member, cause, now)
+        if self._is_too_many():
+            yield self._give_up_losses()
+        elif self._retries.is_hopeless(message.generation, message.step, cause):
+            yield self._give_up_step(living, message.step, cause)
         else:
             yield from self._go_on(now)
 
@@ -215,27 +221,29 @@ class Coordinator:
     # Coming and going -------------------------------------------------------------------------------------------------
 
     def _on_loss(self, living: _Living, how: Departure, now: float) -> Iterator[Action]:
-        step, cause = how.step, how.cause
-        if living.failed is not None:  # which was counted when it said so
-            step, cause = living.failed.step, f"raised {living.failed.reason}"
-        yield Lost(self._note_loss(Loss(living.member, living.slot, living.rank, step, cause)))
+        if living.failed is not None:  # which was all dealt with when it said so, but for the one that takes its place
+            yield from self._replace(living, how)
+            yield from self._go_on(now)
+            return
+        yield self._note_loss(living, how.step, how.cause)
         if living.member in self._seats:
-            yield from self._leave(living.member, cause, now)
-        hopeless = False
-        if living.generation != NEVER and living.failed is None and not how.from_outside:
-            hopeless = self._retries.is_hopeless(living.generation, step, cause)
-        limit = self._terms.max_losses
-        if limit is not None and len(self.losses) > limit:
-            yield self._give_up(f"{_ranks(len(self.losses))} lost, and at most {limit} may be")
-        elif hopeless:
-            yield self._give_up_step(step, cause)
+            yield from self._leave(living.member, how.cause, now)
+        counts = living.generation != NEVER and not how.from_outside
+        if self._is_too_many():
+            yield self._give_up_losses()
+        elif counts and self._retries.is_hopeless(living.generation, how.step, how.cause):
+            yield self._give_up_step(living, how.step, how.cause)
         else:
             yield from self._replace(living, how)
             yield from self._go_on(now)
 
-    def _note_loss(self, loss: Loss) -> Loss:
-        self.losses.append(loss)
-        return loss
+    def _note_loss(self, living: _Living, step: int, cause: str) -> Lost:
+        self.losses.append(Loss(living.member, living.slot, living.rank, step, cause))
+        return Lost(self.losses[-1])
+
+    def _is_too_many(self) -> bool:
+        limit = self._terms.max_losses
+        return limit is not None and len(self.losses) > limit
 
     def _replace(self, living: _Living, how: Departure) -> Iterator[Action]:
         if not living.joined and not how.from_outside:
@@ -318,7 +326,7 @@ class Coordinator:
         self._quiet, self._short_since, self._enough_since, self._asked_at = None, None, None, now
         for rank, member in enumerate(members):
             living = self._living[member]
-            living.ready, living.generation, living.rank = None, number, rank
+            living.ready, living.generation, living.rank, living.formed = None, number, rank, False
         self._go(Stage.FORMING)
         yield from self._tell_seats(self.generation)
 
@@ -381,7 +389,12 @@ class Coordinator:
 
     # The end ----------------------------------------------------------------------------------------------------------
 
-    def _give_up_step(self, step: int, cause: str) -> GiveUp:
+    def _give_up_losses(self) -> GiveUp:
+        return self._give_up(f"{_ranks(len(self.losses))} lost, and at most {self._terms.max_losses} may be")
+
+    def _give_up_step(self, living: _Living, step: int, cause: str) -> GiveUp:
+        if not living.formed:  # which another beginning may well change
+            return self._give_up(f"two generations could not be formed: a rank {cause}")
         return self._give_up(
             f"step {step} has failed in two generations, so it is not tried again: a rank {cause}", final=True
         )

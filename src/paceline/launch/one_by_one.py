@@ -19,10 +19,10 @@ from paceline.launch.elastic_actions import (
 )
 from paceline.launch.failure import End, cause_of, follows, root_cause
 from paceline.launch.job import ElasticTerms, JobFailure
-from paceline.launch.policy import AllOrNothing, Supervisor
+from paceline.launch.policy import BETTER_CAUSE_S, AllOrNothing, Supervisor
 from paceline.launch.reports import Mark
 from paceline.launch.watchdog import Hang
-from paceline.member_messages import NEVER, Refused, from_member, to_line
+from paceline.member_messages import NEVER, MemberFailed, Refused, from_member, to_line
 from paceline.phase import Phase
 
 # A process that is not needed any more holds nothing that is worth waiting for.
@@ -44,7 +44,9 @@ class OneByOne:
         self._ended_early: list[End] = []
         self._hung: dict[int, Hang] = {}  # by member: what the watchdog has ended
         self._last_lost: End | None = None
+        self._failing: set[int] = set()  # members that have said what their scripts raised, and are about to end
         self._given_up: GiveUp | None = None
+        self._stop_at = 0.0
 
     def begin(self, now: float) -> None:
         self._do(self._coordinator.start(now), now)
@@ -54,6 +56,8 @@ class OneByOne:
         if message is None:
             return False
         self._become_elastic(now)
+        if isinstance(message, MemberFailed):
+            self._failing.add(self._members[rank])
         self._do(self._coordinator.said(self._members[rank], message, now), now)
         return True
 
@@ -84,8 +88,10 @@ class OneByOne:
     def tick(self, now: float) -> None:
         if self._plain is not None:
             self._plain.tick(now)
-        else:
+        elif self._given_up is None:
             self._do(self._coordinator.tick(now), now)
+        elif not self._failing or now >= self._stop_at:
+            self._supervisor.stop(now, signal.SIGTERM)
 
     def stopping(self) -> None:
         self._coordinator.stop()
@@ -123,14 +129,15 @@ class OneByOne:
 
     def _lose(self, end: End, now: float) -> None:
         member = self._members[end.rank]
+        self._failing.discard(member)
         hang = self._hung.get(member)
         cause = cause_of(end) if hang is None else f"{hang.how}: {hang.reason}"
         outside = end.killed_by in FROM_OUTSIDE and not end.out_of_memory and hang is None
         how = Departure(cause, self._supervisor.step_of(end.rank), from_outside=outside or follows(end))
-        actions = self._coordinator.exited(member, how, now)
-        for rank in (action.loss.rank for action in actions if isinstance(action, Lost)):
-            self._last_lost = replace(end, rank=end.rank if rank == NEVER else rank)
-        self._do(actions, now)
+        self._do(self._coordinator.exited(member, how, now), now)
+        for loss in self._coordinator.losses:
+            if loss.member == member:
+                self._last_lost = replace(end, rank=end.rank if loss.rank == NEVER else loss.rank)
 
     def _do(self, actions: Iterable[Action], now: float) -> None:
         for action in actions:
@@ -154,7 +161,7 @@ class OneByOne:
         self._given_up = action
         for slot in self._members:
             self._supervisor.tell(slot, to_line(Refused(action.reason)))
-        self._supervisor.stop(now, signal.SIGTERM)
+        self._stop_at = now + BETTER_CAUSE_S  # until then one that is about to end may show where it failed
 
 
 def _patient(phase: Phase) -> Phase:
