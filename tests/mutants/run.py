@@ -27,6 +27,7 @@ TESTS = [
     "tests/procs/test_waits.py",
     "tests/contracts",
     "tests/procs/test_placement.py",
+    "tests/procs/test_from_meta.py",
     "tests/procs/test_shard_groups.py",
     "tests/unit/test_bucket.py",
     "tests/unit/test_step_report.py",
