@@ -9,6 +9,7 @@ import typer
 from paceline.bench.__main__ import ABOUT as BENCH
 from paceline.cli.options import PlainCommand, PlainGroup
 from paceline.cli.plan_command import plan_command
+from paceline.cli.simulate_command import simulate_command
 from paceline.cli.train import build_train
 
 # What `paceline.cli` hands to a parser of its own, before typer runs; typer lists it.
@@ -42,6 +43,7 @@ def build_app() -> typer.Typer:
     app.callback()(_root)
     app.command("train", cls=PlainCommand)(build_train())
     app.command("plan", cls=PlainCommand)(plan_command())
+    app.command("simulate", cls=PlainCommand)(simulate_command())
     app.command("replay", cls=PlainCommand)(_replay)
     for name, about in ELSEWHERE.items():
         app.command(name, help=about, add_help_option=False)(_elsewhere)
