@@ -282,7 +282,7 @@ MUTANTS = [
     Mutant(
         "memory that others look at is filled after the step",
         "replica/update_gathers.py",
-        "            or any(map(self._others_look_at, self._shards, self._views))\n",
+        "            or self._others_look_at_memory()\n",
         "",
     ),
     Mutant(

@@ -250,11 +250,14 @@ def test_what_is_evaluated_first_waits_for_all() -> None:
         optimizer.step()
         assert pending(model)
         model.eval()
+        model.module[0].register_forward_pre_hook(lambda *_: seen.append(pending(model)))
         with torch.no_grad():
             first, again = model(draw(0, 2, 4, 8)), model(draw(0, 2, 4, 8))
         assert torch.equal(first, again)
 
+    seen: list[list[str]] = []
     run(body, 2)
+    assert seen == [[]] * 4
 
 
 @pytest.mark.parametrize("keep", ["view", "numpy", "state_dict"])
@@ -333,6 +336,28 @@ def test_parameters_of_modules_that_run_as_a_whole_come_inside_the_step() -> Non
         nets = [build() for _ in range(2)]
     found = run(body, 2)
     assert found == [["0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias", "2.2.weight", "2.2.bias"]] * 2
+
+
+def test_a_module_that_was_replaced() -> None:
+    """Its parameters are trained on by whoever has taken them over."""
+
+    def body(placement: str) -> Callable[[Transport], Values]:
+        def train(transport: Transport) -> Values:
+            model, optimizer = wrap(transport, placement)
+            params = list(model.parameters())
+            for step in range(4):
+                if step == 2:
+                    other = nn.Linear(300, 200)
+                    other.weight, other.bias = model.module[2].weight, model.module[2].bias
+                    model.module[2] = other
+                update(model, optimizer, 10 * step + transport.rank)
+            return [param.detach().clone() for param in params]
+
+        return train
+
+    plain = run(body("ddp"), 2)[0]
+    for found in run(body("zero1"), 2):
+        assert_equal(found, plain)
 
 
 def test_two_optimizers_of_one_replica() -> None:

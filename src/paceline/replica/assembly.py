@@ -199,7 +199,7 @@ def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> Ow
     if replica._placement.shards_parameters:
         owned.units = _units(replica, owned, group)
     else:
-        owned.gathers = UpdateGathers(replica.module, replica._units, group, replica.device)
+        owned.gathers = UpdateGathers(replica.module, group, replica.device)
     return owned
 
 

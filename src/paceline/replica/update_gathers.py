@@ -22,9 +22,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum, auto
-from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -71,9 +70,12 @@ class UpdateGather:
         """`make` makes a gather of tensors that are cut like those of `shards`, in their memory."""
         self._shards = list(shards)
         self.params = [shard.param for shard in shards]
-        before = [_uses_of_memory(param) for param in self.params]
+        self._memory = [param.untyped_storage() for param in self.params]
+        before = [_uses_of(memory) for memory in self._memory]
         self._gather = make(dict(enumerate(self.params)))
-        self._views = [_uses_of_memory(param) - uses for param, uses in zip(self.params, before, strict=True)]
+        views = [_uses_of(memory) - uses for memory, uses in zip(self._memory, before, strict=True)]
+        # By the parameter and whoever asks, by what its optimizer updates, unless that is wider, and by our own views.
+        self._uses = [_uses_by_one() + 1 + count for count in views]
         self._queued: QueuedWork | None = None
         self._stepped_on: torch.cuda.Stream | None = None
         self._class: type[nn.Parameter] | None = None
@@ -98,17 +100,17 @@ class UpdateGather:
         self._gather.finish(group, self._what)  # orders the stream, not the host
         yield from ()
 
-    def unseen(self, opaque: Iterable[int]) -> bool:
+    def unseen(self, opaque: Set[int]) -> bool:
         """Whether somebody could use the parameters without being noticed."""
         return (
             any(type(param) is not nn.Parameter for param in self.params)
-            or not set(map(id, self.params)).isdisjoint(opaque)
-            or any(map(self._others_look_at, self._shards, self._views))
+            or not opaque.isdisjoint(map(id, self.params))
+            or self._others_look_at_memory()
         )
 
-    def _others_look_at(self, shard: Shard, views: int) -> bool:
-        """Whether something besides the parameter, our gather and our optimizer does. `views`: of our gather."""
-        return _uses_of_memory(shard.param) != _uses_by_one() + views + (not shard.has_master)
+    def _others_look_at_memory(self) -> bool:
+        found = zip(self._shards, self._memory, self._uses, strict=True)
+        return any(_uses_of(memory) != uses - shard.has_master for shard, memory, uses in found)
 
     def make_pending(self, wait: Callable[["UpdateGather"], None]) -> None:
         """From now on whoever uses a parameter waits, by calling `wait`."""
@@ -164,10 +166,8 @@ class UpdateGather:
 class UpdateGathers:
     """The gathers of one replica. Holds no module: a module may hold the replica."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Any] | None, group: Group, device: torch.device) -> None:
-        """`units`: as the replica was given them."""
+    def __init__(self, module: nn.Module, group: Group, device: torch.device) -> None:
         self._module = weakref.ref(module)
-        self._units = units
         self._group = group
         self._device = device
         self._side = SideStream()
@@ -184,7 +184,7 @@ class UpdateGathers:
         """Gather these from now on: those before were of memory that parameters have no more."""
         self._gathers = list(gathers)
         module = self._module()
-        self._waiting = [] if module is None else _who_waits(module, self._units, self._gathers)
+        self._waiting = [] if module is None else _who_waits(module, self._gathers)
 
     # ---- after an update
 
@@ -235,8 +235,9 @@ class UpdateGathers:
         if not any(gather.state is GatherState.PENDING for gather in self._gathers):
             return
         for owner, gathers in self._waiting:
-            module = owner()
-            if module is not None and any(gather.state is GatherState.PENDING for gather in gathers):
+            if (module := owner()) is None:  # it was replaced
+                continue
+            if module is self._module() or any(gather.state is GatherState.PENDING for gather in gathers):
                 hook = ModuleHook(self._before_forward, gathers)
                 self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
         self._heeds_compiling = before_compiling(self._before_compiling)
@@ -292,25 +293,23 @@ class UpdateGathers:
             self._unhook()
 
 
-def _uses_of_memory(tensor: torch.Tensor) -> int:
-    """How often the memory of a tensor is referred to, by tensors and by what is made to ask."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
+def _uses_of(memory: torch.UntypedStorage) -> int:
+    """How many tensors look at it, and this object."""
+    return torch._C._storage_Use_Count(memory._cdata)
 
 
-@cache
 def _uses_by_one() -> int:
-    """The same where one tensor does."""
-    return _uses_of_memory(torch.empty(1, device="cpu"))
+    one = torch.empty(1, device="cpu")
+    return _uses_of(one.untyped_storage())
 
 
 def _who_waits(
-    module: nn.Module, chosen: Sequence[Any] | None, gathers: Sequence[UpdateGather]
+    module: nn.Module, gathers: Sequence[UpdateGather]
 ) -> list[tuple["weakref.ref[nn.Module]", list[UpdateGather]]]:
     """The modules that wait before their forward, each with its gathers: a unit for all that it has, the module itself,
     and others for what is their own."""
     of = {id(param): gather for gather in gathers for param in gather.params}
-    units = set(find_units(module, chosen))
+    units = set(find_units(module, None))
     inside = {inner for unit in units for inner in unit.modules()} - units
     found = []
     for owner in module.modules():
@@ -326,12 +325,13 @@ def _who_waits(
 def _opaque_parameters(module: nn.Module) -> set[int]:
     """The ids of parameters in modules that run as a whole, so that nobody hears of it when they use one."""
     compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    whole = (torch.jit.ScriptModule, compiled)
     found: set[int] = set()
     left = [module]
     while left:
         one = left.pop()
-        graphed = "make_graphed" in getattr(one.__dict__.get("forward"), "__qualname__", "")
-        if graphed or one._compiled_call_impl is not None or isinstance(one, (torch.jit.ScriptModule, compiled)):
+        graphed = "forward" in one.__dict__ and "make_graphed" in getattr(one.forward, "__qualname__", "")
+        if graphed or one._compiled_call_impl is not None or isinstance(one, whole):
             found.update(map(id, one.parameters()))
         else:
             left += [child for child in one._modules.values() if child is not None]
