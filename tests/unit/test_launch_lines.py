@@ -148,3 +148,9 @@ def test_much_output_does_not_wait_for_ever() -> None:
 )
 def test_spans(ranks: list[int], expected: str) -> None:
     assert spans(ranks) == expected
+
+
+def test_the_prefixes_of_a_member_are_those_of_all_its_ranks() -> None:
+    line = b"[rank2]: [rank0]: [rank1]: Traceback (most recent call last):\n"
+    assert Lines(3, member=True).feed(line, 0.0) == ["Traceback (most recent call last):"]
+    assert Lines(3).feed(line, 0.0) == [line.decode().rstrip()]

@@ -196,7 +196,7 @@ class Coordinator:
         yield Formed(generation, self._joined, took_s)
 
     def _on_failed(self, living: _Living, message: MemberFailed, now: float) -> Iterator[Action]:
-        cause = f"raised {message.reason}"
+        cause = f"raised {message.reason.rstrip(': ')}"
         living.failed, living.failed_at = message, now
         yield self._note_loss(living, message.step, cause)
         if living.member in self._seats:
@@ -363,7 +363,8 @@ class Coordinator:
             self._quiet = None
         if now - self._over_since > SAY_AFTER_S:
             late = name_ranks(map(self.generation.rank_of, self._seats))
-            yield from self._say(f"the next generation waits for {late} to come to the end of what it does")
+            does = "what it does" if len(self._seats) == 1 else "what they do"
+            yield from self._say(f"the next generation waits for {late} to come to the end of {does}")
 
     def _wait_below_minimum(self, there: int, now: float) -> Iterator[Action]:
         terms = self._terms

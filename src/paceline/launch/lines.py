@@ -15,14 +15,16 @@ FOLD_S = 0.08
 MAX_WAITING = 5000
 # torch's excepthook puts this before every line; the output shows the rank already.
 _TORCH_PREFIX = re.compile(r"^\[rank(\d+)\]:(?: |$)")
+_TORCH_PREFIXES = re.compile(r"^(?:\[rank\d+\]:(?: |$))+")
 
 
 class Lines:
     """One stream of one rank. Of a progress bar, which rewrites its line, only the last state is kept."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, member: bool = False) -> None:
         self.last: deque[str] = deque(maxlen=REMEMBERED_LINES)  # shown or not
         self._prefix = str(rank)
+        self._member = member  # its rank changes, and it may have had several
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = ""
         self._fed_at = 0.0
@@ -67,8 +69,8 @@ class Lines:
         line = line.rstrip("\r")
         if "\r" in line:
             line = line.rpartition("\r")[2]
-        found = _TORCH_PREFIX.match(line)
-        if found and found[1] == self._prefix:
+        found = (_TORCH_PREFIXES if self._member else _TORCH_PREFIX).match(line)
+        if found and (self._member or found[1] == self._prefix):
             line = line[found.end() :]
         return line
 

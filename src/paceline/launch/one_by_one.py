@@ -68,7 +68,7 @@ class OneByOne:
         else:
             self._lose(end, now)
 
-    def judged(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark]:
+    def judged(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
         if self._plain is not None:
             return self._plain.judged(marks)
         awaited = {self._slots[member] for member in self._coordinator.awaited - self._hung.keys()}
@@ -82,8 +82,9 @@ class OneByOne:
         if self._plain is not None:
             self._plain.hung(hang, now)
             return
-        self._hung.update({self._members[slot]: hang for slot in hang.ranks})
-        self._supervisor.abort(hang.ranks, now, ABORT_S)
+        fresh = [slot for slot in hang.ranks if self._members[slot] not in self._hung]
+        self._hung.update({self._members[slot]: hang for slot in fresh})
+        self._supervisor.abort(fresh, now, ABORT_S)
 
     def tick(self, now: float) -> None:
         if self._plain is not None:
@@ -137,6 +138,8 @@ class OneByOne:
         self._do(self._coordinator.exited(member, how, now), now)
         for loss in self._coordinator.losses:
             if loss.member == member:
+                said = loss.cause.startswith("raised ") and end.asked  # it was too slow to end by itself
+                end = replace(end, code=1, killed_by=0) if said else end
                 self._last_lost = replace(end, rank=end.rank if loss.rank == NEVER else loss.rank)
 
     def _do(self, actions: Iterable[Action], now: float) -> None:

@@ -23,8 +23,8 @@ AFTER_TRACEBACK = (" ", "[", "During handling", "The above exception", "Exceptio
 class RankErrors(Lines):
     """Standard error of a rank. It holds tracebacks back: if the rank ends with one, the failure shows it once."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
+    def __init__(self, rank: int, member: bool = False) -> None:
+        super().__init__(rank, member)
         self.traceback_at: float | None = None  # when the rank last began to write one that it has not caught
         self.hold_s = HOLD_S  # how long to hold one back: not at all after a good end, and forever after a failure
         self._held: list[str] = []
@@ -98,7 +98,8 @@ class RankSlot:
         self.member = member
         self.end: End | None = None
         self.asked_at: float | None = None  # when it alone was asked to end
-        self.out, self.err, self.reports = Lines(rank), RankErrors(rank), ReportReader()
+        is_member = member is not None
+        self.out, self.err, self.reports = Lines(rank, is_member), RankErrors(rank, is_member), ReportReader()
         self.pipes: dict[str, int] = {}  # our ends of "out", "err" and "report"
         self._log = log
         self._membership: int | None = None  # our end of the pipe in which a member is told about its generation

@@ -8,9 +8,11 @@ from paceline.launch.lines import name_ranks
 from paceline.launch.reports import Mark, ProgressBoard
 from paceline.launch.stragglers import Stragglers
 from paceline.launch.tracebacks import own_line
-from paceline.launch.watchdog import Hang, Watchdog, is_silent
+from paceline.launch.watchdog import FROZE, STOPPED_S, Hang, Watchdog, is_silent
 from paceline.phase import Phase
 from paceline.process_status import read_status, stopped_children
+
+Judged = Callable[[Mapping[int, Mark]], Mapping[int, Mark] | None]
 
 
 class RankWatch:
@@ -24,6 +26,7 @@ class RankWatch:
         self._note = note
         self._stragglers = Stragglers()
         self._rests: dict[int, tuple[float, list[str]]] = {}  # where ranks rested, and when they said so
+        self._bystander_stopped: dict[int, float] = {}  # since when a rank that nobody waits for is stopped
 
     def heard(self, rank: int, kind: str, fields: Mapping[str, Any]) -> None:
         """A rank has reported something, perhaps where it rests."""
@@ -36,12 +39,26 @@ class RankWatch:
         self._watchdog.forget(rank)
         self._rests.pop(rank, None)
 
-    def look(
-        self, now: float, living: Mapping[int, int], judged: Callable[[Mapping[int, Mark]], Mapping[int, Mark]]
-    ) -> Hang | None:
+    def look(self, now: float, living: Mapping[int, int], judged: Judged) -> Hang | None:
         """Ranks that hang, if any do. `living` are the process ids of ranks, of which `judged` says who it may be."""
-        if not (marks := judged({rank: self._board.read(rank) for rank in living})):
+        marks = judged({rank: self._board.read(rank) for rank in living})
+        if marks is None:
             return None
+        return (self._look_at(now, living, marks) if marks else None) or self._stopped_bystander(now, living, marks)
+
+    def _stopped_bystander(self, now: float, living: Mapping[int, int], marks: Mapping[int, Mark]) -> Hang | None:
+        """One that nobody waits for, as a spare, may take as long as it likes; but if it is stopped it is no use."""
+        stopped = {rank for rank in living.keys() - marks.keys() if read_status(living[rank]).stopped}
+        if stopped == living.keys():  # someone pauses the job
+            stopped = set()
+        self._bystander_stopped = {rank: self._bystander_stopped.get(rank, now) for rank in stopped}
+        for rank, since in self._bystander_stopped.items():
+            if now - since >= STOPPED_S:
+                reason = f"stopped for {now - since:.0f} s (process state T)"
+                return Hang((rank,), FROZE, reason, self._board.read(rank).step)
+        return None
+
+    def _look_at(self, now: float, living: Mapping[int, int], marks: Mapping[int, Mark]) -> Hang | None:
         statuses = {rank: read_status(living[rank]) for rank in marks}
         beats = {rank: self._board.beat(rank) for rank in marks}
         hang = self._watchdog.look(now, marks, statuses, beats, lambda rank: stopped_children(living[rank]))
@@ -56,9 +73,9 @@ class RankWatch:
             self._note(f"rank {rank} makes no progress {how}{where}; {waiting}")
         return None
 
-    def tick(self, ranks: Collection[int], judged: Callable[[Mapping[int, Mark]], Mapping[int, Mark]]) -> None:
+    def tick(self, ranks: Collection[int], judged: Judged) -> None:
         """Look at what ranks do just now, to find one that is slow."""
-        if said := self._stragglers.look(judged({rank: self._board.read(rank) for rank in ranks})):
+        if said := self._stragglers.look(judged({rank: self._board.read(rank) for rank in ranks}) or {}):
             self._note(said)
 
     def _line(self, rank: int, since: float) -> str:
