@@ -1,0 +1,199 @@
+"""The training that faults come to, in three ways. Run by `conduct.py`; all ways have the same model, data and steps.
+
+    elastic    paceline.Elastic: who survives goes on
+    restart    paceline.DistributedDataParallel and Checkpointer: all ranks start again from the newest checkpoint
+    torch      torch's DistributedDataParallel and torch.save: the same, as torch's documents have it
+
+Faults come by PACELINE_FAULTS. The torch way notes its phases by itself, so they happen in the same places there.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import paceline
+from paceline.progress import Phase, own_progress
+
+LANES, BATCH, SAVE_EVERY = 6, 2, 10
+PAUSE_S = 0.03  # of a step: ten thousand steps a minute are no training
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Numbers that follow from their index."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.linspace(0, 1 + index % 17, 32)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(32, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)
+    )
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(model(batch), batch[:, :8])
+
+
+def say(*words: object) -> None:
+    """For the conductor."""
+    sys.stdout.write(f"chaos: {' '.join(map(str, words))}\n")
+    sys.stdout.flush()
+
+
+def ours(steps: int, folder: Path, workers: int, transport: str) -> None:
+    """Lanes, checkpoints, an agreement, and a stop on request."""
+    world = paceline.init(device="cpu")
+    model, optimizer, loader = made(workers, transport)
+    checkpoints = paceline.Checkpointer(folder / "checkpoints", every_steps=SAVE_EVERY)
+    step = 0
+    try:
+        step = checkpoints.load("compared", model=model, optimizer=optimizer, loader=loader).step
+    except paceline.NoCheckpoint:
+        say("begins")
+    with paceline.Preemption() as preemption:
+        batches = loader.endless()
+        while step < steps:
+            time.sleep(PAUSE_S)
+            for batch in model.lanes(next(batches), step):
+                loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            loader.commit(step)
+            told(world.rank, step)
+            stops = preemption.agreed()
+            if stops or checkpoints.due(step):
+                saved = checkpoints.save(step, model=model, optimizer=optimizer, loader=loader)
+                if saved.problem is not None:
+                    say("not saved:", saved.problem)
+            if stops:
+                checkpoints.wait()
+                say("stopped at", step)
+                sys.exit(143)
+    say("digest", paceline.digest(model, optimizer, step))
+    paceline.shutdown()
+
+
+def elastic(steps: int, workers: int, transport: str) -> None:
+    """Who survives goes on."""
+    paceline.init(device="cpu")
+    model, optimizer, loader = made(workers, transport)
+    run = paceline.Elastic(model=model, optimizer=optimizer, loader=loader)
+    batches = loader.endless()
+    while run.step < steps:
+        time.sleep(PAUSE_S)
+        with run.attempt():
+            for batch in model.lanes(next(batches), run.step):
+                loss_of(model, batch).backward()
+            with run.commit():
+                optimizer.step()
+            optimizer.zero_grad()
+        told(paceline.get("rank"), run.step)
+    say("digest", paceline.digest(model, optimizer, run.step))
+    run.finish()
+    paceline.shutdown()
+
+
+def made(workers: int, transport: str) -> tuple[Any, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    agreement = paceline.Agreement(state_every=4, not_finite="skip")
+    net = network()
+    model: Any = paceline.DistributedDataParallel(
+        net, lanes=LANES, seed=5, transport=transport, timeout=20, agreement=agreement
+    )
+    loader: Any = paceline.Loader(Samples(), BATCH, lanes=LANES, seed=3, num_workers=workers, manual_commit=True)
+    return model, optimizer_of(model), loader
+
+
+def torchs(steps: int, folder: Path, workers: int) -> None:
+    """What torch's documents say: DDP, a sampler, and a file that the next attempt begins from."""
+    note = own_progress().note
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(network())
+    optimizer = optimizer_of(model)
+    sampler: Any = DistributedSampler(Samples(), seed=3)  # type: ignore[arg-type]
+    loader = DataLoader(Samples(), BATCH * LANES // dist.get_world_size(), sampler=sampler, num_workers=workers)
+    file, step = folder / "checkpoint.pt", 0
+    if file.exists():
+        saved = torch.load(file)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    while step < steps:
+        sampler.set_epoch(step // len(loader))
+        for number, batch in enumerate(loader):
+            if number < step % len(loader):
+                continue
+            time.sleep(PAUSE_S)
+            torch.manual_seed(step * 1000 + rank)
+            note(Phase.FORWARD, step)
+            loss = loss_of(model, batch)
+            note(Phase.BACKWARD)
+            loss.backward()
+            note(Phase.OPTIMIZER)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            note(Phase.BETWEEN, step)
+            told(rank, step)
+            if step % SAVE_EVERY == 0 and rank == 0:
+                note(Phase.CHECKPOINT)
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state, file.with_suffix(".new"))
+                file.with_suffix(".new").replace(file)
+                note(Phase.BETWEEN)
+            if step >= steps:
+                break
+    whole = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
+    say("digest", hashlib.sha256(whole).hexdigest()[:16])
+    dist.destroy_process_group()
+
+
+def told(rank: int, step: int) -> None:
+    if rank == 0:
+        say("step", step)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=("elastic", "restart", "torch"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--clock", type=float, default=0.0, help="seconds by which the wall clock of rank 1 is wrong")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.clock and os.environ.get("RANK") == "1":
+        right = time.time
+        time.time = lambda: right() + given.clock
+    if given.way == "torch":
+        torchs(given.steps, given.folder, given.workers)
+    elif given.way == "elastic":
+        elastic(given.steps, given.workers, given.transport)
+    else:
+        ours(given.steps, given.folder, given.workers, given.transport)
+
+
+if __name__ == "__main__":
+    main()
