@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline.errors import WrongGradients
 from paceline.replica.agreement import Agreement
@@ -38,6 +39,29 @@ def trained(
     return float(weights.sum()), *named
 
 
+def moved(rank: int, size: int, every: int) -> list[float] | None:
+    """The last rank goes while an audit is under way on the others, and they go on without it."""
+    torch.manual_seed(5)
+    model: Any = DDP(Noisy(), lanes=LANES, seed=9, transport="torch", agreement=Agreement(audit_every=every))
+    fewer = dist.new_group(range(size - 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(6):
+        if step == 3:
+            left = model.lanes([draw(lane, 6, 8) for lane in model.own_lanes], step)
+            for _ in model.own_lanes:  # then the audit would follow
+                model(next(left)).square().mean().backward()
+            dist.barrier()
+            if rank == size - 1:
+                return None
+            model._update_process_group(fewer)
+            optimizer.zero_grad()
+        for x in model.lanes([draw(100 * step + lane, 6, 8) for lane in model.own_lanes], step):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([value.double().flatten() for value in model.module.state_dict().values()]).tolist()
+
+
 def flipped(grad: torch.Tensor) -> torch.Tensor:
     grad = grad.clone()
     grad.view(-1).view(torch.int32)[7] ^= 1 << 3
@@ -57,3 +81,9 @@ def test_the_rank_is_named_and_others_are_not(procs: Pool, size: int, transport:
                 assert (set(ranks), known) == ({0, 1}, False), "one of two: both give the same bits every time"
             else:
                 assert (ranks, known) == ((bad,), True)
+
+
+def test_an_audit_that_a_move_to_other_ranks_cuts_short(procs: Pool) -> None:
+    quiet = procs(3).run(moved, 0)
+    assert quiet[2] is None
+    assert procs(3).run(moved, 1) == quiet

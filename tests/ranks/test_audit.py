@@ -6,7 +6,7 @@ Ranks are threads here; tests/procs has real ones, with dropout and over every t
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -254,6 +254,25 @@ def test_a_repeated_lane_that_fails_leaves_the_step_as_it_is(caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "paceline"):
         assert all(equal(state, quiet) for state, _ in run(lambda t: train(t, loop=failing), 3))
     assert [message for message in caplog.messages if "lane 1 of step 1 was not audited" in message]
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+
+
+def test_microbatches_of_the_users_own_kinds(caplog: pytest.LogCaptureFixture) -> None:
+    def body(transport: Transport) -> int:
+        model, times = DDP(net(), transport=transport, lanes=4, agreement=Agreement(audit_every=1)), 0
+        for step in range(3):
+            for microbatch in model.lanes([Named(draw(10 * step + lane, 4, 5)) for lane in model.own_lanes], step):
+                model(microbatch.x).sum().backward()
+                times += 1
+            model.zero_grad()
+        return times
+
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert sum(run(body, 2)) == 3 * 5
+    assert caplog.messages == []
 
 
 def consume(model: Any, microbatches: list[Any]) -> None:

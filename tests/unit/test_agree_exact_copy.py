@@ -1,6 +1,8 @@
 """What is moved to another rank is there as it was here: values, strides, alignment."""
 
-from typing import Any
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -59,6 +61,36 @@ def test_values_around_tensors() -> None:
     assert found["leaf"].requires_grad
     assert found["leaf"].is_leaf
     assert not found["mask"].requires_grad
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    weight: float = 1.0
+
+
+class Batch(UserDict[str, Any]):
+    """As tokenizers return them."""
+
+    kind = "tokens"
+
+
+def test_objects_are_made_like_those_of_the_receiver() -> None:
+    sent = [Pair(draw(0, 3), Sample(draw(1, 2), 0.5)), Batch(ids=draw(2, 4), length=4)]
+    own = (Batch(ids=draw(5, 1)), [Pair(draw(6, 1), Sample(draw(7, 1)))])
+    blob = torch.frombuffer(bytearray(pack_exactly(sent, "x")), dtype=torch.uint8)
+    pair, batch = unpack_exactly(blob, CPU, like=own)
+    assert isinstance(pair, Pair) and isinstance(pair.y, Sample) and isinstance(batch, Batch)
+    assert torch.equal(pair.x, draw(0, 3)) and torch.equal(pair.y.x, draw(1, 2)) and pair.y.weight == 0.5
+    assert dict(batch)["length"] == 4 and torch.equal(batch["ids"], draw(2, 4)) and batch.kind == "tokens"
+    assert torch.equal(own[0]["ids"], draw(5, 1)), "the receiver's own is as it was"
+    with pytest.raises(KeyError, match="Pair"):
+        unpack_exactly(blob, CPU, like=[Batch()])
 
 
 def test_what_cannot_be_sent_is_named() -> None:

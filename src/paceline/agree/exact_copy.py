@@ -1,18 +1,24 @@
 """What one rank was given, moved to another rank exactly: kernels there must give the bits that they gave here.
 
 Beside values, bits depend on strides and on how memory is aligned, since these choose kernels; both are kept. There is
-no pickle, so what may be sent is what `stored/value_tree.py` has trees for.
+no pickle: plain values and containers are those of `stored/value_tree.py`, and an object of another kind, such as a
+named tuple, a dataclass or a dict with methods, is made like one of the same kind that the receiving rank has itself.
 """
 
+import copy
+import json
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
 from paceline.stored.json_tree import Encoder, decode_tensor
-from paceline.stored.packed import pack, unpack_tree
+from paceline.stored.tensor_file import TensorFile, bytes_of, file_parts
 from paceline.stored.value_tree import MARK, decode_tree
 
 ALIGNMENT = 64  # bytes; no kernel asks for more
+_OBJECT = "object"  # where a leaf of the tree has the kind of an object
 
 
 class _ExactEncoder(Encoder):
@@ -22,6 +28,9 @@ class _ExactEncoder(Encoder):
     instead = "make microbatches of these"
 
     def leaf(self, value: Any, path: tuple[str, ...]) -> dict[str, Any] | None:
+        if (parts := _parts_of(value)) is not None:
+            encoded = {name: self.encode(part, (*path, name)) for name, part in parts.items()}
+            return {MARK: "scalar", _OBJECT: _kind(value), "parts": encoded}
         found = super().leaf(value, path)
         if found is None or not isinstance(value, torch.Tensor):
             return found
@@ -36,15 +45,23 @@ class _ExactEncoder(Encoder):
 
 def pack_exactly(value: Any, name: str) -> bytes:
     """The bytes of a value; `name` stands for it in errors. Raises UsageError for what cannot be sent."""
-    return pack(value, name, _ExactEncoder())
+    encoder = _ExactEncoder()
+    tree = json.dumps(encoder.encode(value, (name,))).encode()
+    head, body = file_parts(encoder.tensors)
+    return b"".join([len(tree).to_bytes(8, "little"), tree, head, *body])
 
 
-def unpack_exactly(blob: torch.Tensor, device: torch.device) -> Any:
-    """What `pack_exactly` packed. Tensors that were on a device are on `device`."""
-    described, tensors = unpack_tree(blob)
+def unpack_exactly(blob: torch.Tensor, device: torch.device, like: Any = None) -> Any:
+    """What `pack_exactly` packed. Tensors that were on a device are on `device`. `like`: something of this rank's own
+    that holds an object of each kind. Raises KeyError for a kind that it does not hold."""
+    length = int.from_bytes(bytes_of(blob)[:8], "little")
+    tensors = TensorFile(blob[8 + length :].clone())
+    examples = {_kind(found): found for found in _objects_in(like)}
     made: dict[tuple[str, bool], torch.Tensor] = {}
 
     def leaf(tree: dict[str, Any]) -> Any:
+        if _OBJECT in tree:
+            return _made_like(examples[tree[_OBJECT]], {name: decode(part) for name, part in tree["parts"].items()})
         value = tensors[tree["name"]]
         if tree[MARK] != "tensor":
             return decode_tensor(tree, value)
@@ -55,7 +72,58 @@ def unpack_exactly(blob: torch.Tensor, device: torch.device) -> Any:
             made[key] = _placed(plain, tree["strides"], tree["place"], target).requires_grad_(key[1])
         return made[key]
 
-    return decode_tree(described, leaf)
+    def decode(tree: Any) -> Any:
+        return decode_tree(tree, leaf)
+
+    return decode(json.loads(bytes(bytes_of(blob)[8 : 8 + length])))
+
+
+# ---- objects that are no plain values
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _parts_of(value: Any) -> dict[str, Any] | None:
+    """What an object is made of, by name. None for what is no object of that sort."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: getattr(value, item.name) for item in fields(value)}
+    if isinstance(value, MutableMapping) and all(type(key) is str for key in value):
+        return dict(value)
+    return None
+
+
+def _made_like(example: Any, parts: Mapping[str, Any]) -> Any:
+    """An object of the kind of `example`, with these parts."""
+    if isinstance(example, tuple):
+        return type(example)(*parts.values())
+    found = copy.copy(example)
+    if isinstance(found, MutableMapping):
+        found.clear()
+        found.update(parts)
+        return found
+    for name, part in parts.items():
+        object.__setattr__(found, name, part)  # also where it is frozen
+    return found
+
+
+def _objects_in(value: Any) -> Iterator[Any]:
+    """All objects that are no plain containers."""
+    parts = _parts_of(value)
+    if parts is not None:
+        if type(value) is not dict:
+            yield value
+        for part in parts.values():
+            yield from _objects_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _objects_in(part)
+
+
+# ---- tensors
 
 
 def _placed(values: torch.Tensor, strides: list[int], place: int, device: torch.device) -> torch.Tensor:

@@ -54,16 +54,19 @@ class LaneAudit:
         audit: Audit,
         agreement: Agreement,
         core: Reducer,
+        given: Sequence[object],
         packed: _Packed | None,
         capsules: CapsuleWriter | None,
     ) -> None:
-        """`packed`: the microbatch, on the rank that runs the lane in this step."""
+        """`given`: the microbatches of this rank. `packed`: the one that is audited, on the rank that runs its lane."""
         assert isinstance(core.batch.lanes, AuditedLanes)
         self.audit = audit
         self._capsules = capsules
         self._action = agreement.audit
         self._core = core
         self._lanes = core.batch.lanes
+        self._generation = core.group.generation
+        self._given = given
         self._packed = packed
         self._repeat: RepeatedLane | None = None
         self._result: LaneGrads | None = None  # of the last repeat
@@ -90,7 +93,7 @@ class LaneAudit:
         # Now: the loop may change its microbatch in place.
         own = audit.owner == group.rank
         packed = _Packed.of(given[audit.lane - lanes.mine[0]], f"the microbatch of lane {audit.lane}") if own else None
-        return cls(audit, agreement, core, packed, capsules)
+        return cls(audit, agreement, core, given, packed, capsules)
 
     # ---- what the loop over lanes calls
 
@@ -119,7 +122,11 @@ class LaneAudit:
         self._left = True
 
     def finish(self) -> None:
-        """The loop has ended: send what the other ranks wait for, if that has not been done."""
+        """The loop has ended: send what the other ranks wait for, if that has not been done. If the group has moved to
+        other ranks meanwhile, nobody waits."""
+        if self._core.group.generation != self._generation:
+            self.cancel()
+            return
         self.leave()
         for _ in self.rounds:
             raise AssertionError("nothing can be repeated in a loop that was left")
@@ -142,7 +149,8 @@ class LaneAudit:
             elif len(first) < 2 and core.group.rank == audit.auditor:
                 logger.warning(
                     "lane %d of step %d was not audited: %s could not run it once more, because its loop over lanes "
-                    "ended early, an optimizer has stepped in it, or its backward did not end well",
+                    "ended early, its own microbatches are of another kind, an optimizer has stepped in it, or its "
+                    "backward did not end well",
                     audit.lane,
                     audit.step,
                     ranks_text([audit.auditor]),
@@ -155,7 +163,12 @@ class LaneAudit:
         self._result = None
         stepped = self._core.optimizes_in_backward or not self._core.step_state.reductions_since_step
         if self._core.group.rank in ranks and not self._left and not stepped:
-            yield unpack_exactly(blob, self._core.device)
+            try:
+                microbatch = unpack_exactly(blob, self._core.device, like=self._given)
+            except KeyError as error:
+                logger.warning("%s: this rank has no microbatch that holds a %s to make one like it", self._what, error)
+            else:
+                yield microbatch
         return self._result
 
     def _exchange(self) -> torch.Tensor:

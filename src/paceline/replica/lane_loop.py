@@ -134,6 +134,8 @@ class LaneLoop:
     def begin_anew(self) -> None:
         """With another set of ranks, whose reducer has given up what was under way. They may redo its step."""
         self._leave(waits=False)
+        if self._loop is not None and self._loop.audit is not None:
+            self._loop.audit.cancel()
         self._loop = self._last = None
         self.buffers.begin_anew()
         self.buffers.begin()
