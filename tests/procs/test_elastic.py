@@ -116,6 +116,7 @@ def train(member: int, script: Script) -> dict[str, Any]:
             with run.attempt():
                 worlds.append((run.generation, world.rank, world.size))
                 steps.append(run.step)
+                at(f"reading in generation {run.generation}")
                 found = next(batches)
                 for microbatch in [found] if script.lanes is None else model.lanes(found, run.step):
                     at("forward")
@@ -219,6 +220,13 @@ def test_a_connection_breaks(procs: Pool, tmp_path: Path, quiet: str) -> None:
     assert [value["steps"] for value in job.values] == [[0, 1, 2, 3, 4, 5]] * 2 + [[0, 1, 2, 3, 3, 4, 5]]
 
 
+def test_a_rank_is_killed_while_others_wait_for_it_in_the_loader(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    """In a new generation loaders compare what they deal before the first batch."""
+    faults = (Fault(0, 2, "forward", "break"), Fault(1, 2, "reading in generation 1"))
+    job = run_elastic(procs, tmp_path, train, Script(faults), terms=THREE, processes=3)
+    check(job, quiet, lost=1)
+
+
 def test_all_are_torn(procs: Pool, tmp_path: Path, quiet: str) -> None:
     faults = tuple(Fault(member, 3, "in the update", "break") for member in range(3))
     script = Script(faults, folder=str(tmp_path))
@@ -233,6 +241,7 @@ def test_without_a_checkpoint_all_torn_is_the_end(procs: Pool, tmp_path: Path) -
     job = run_elastic(procs, tmp_path, train, Script(faults), terms=ElasticTerms(minimum=2, maximum=2), processes=2)
     with pytest.raises(paceline.errors.WorldNotFormed, match="checkpoints=paceline.Checkpointer"):
         job.check()
+    assert all("raised WorldNotFormed" in loss.cause for loss in job.losses)
 
 
 def test_a_rank_that_is_new_takes_everything(procs: Pool, tmp_path: Path, quiet: str) -> None:
@@ -264,7 +273,7 @@ def test_an_error_of_the_script_is_raised_there_alone(procs: Pool, tmp_path: Pat
 def test_a_script_may_catch_its_error_and_go_on(procs: Pool, tmp_path: Path, quiet: str) -> None:
     script = Script((Fault(1, 2, "backward", "fail"),), goes_on=True)
     job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
-    check(job, quiet, lost=0)
+    check(job, quiet, lost=1)  # it was told as lost before it came back
     assert job.values[1]["steps"] == [0, 1, 2, 2, 3, 4, 5]
 
 

@@ -389,3 +389,32 @@ def test_going_back_over_the_end_of_an_epoch_is_going_back_into_it() -> None:
 def test_a_loader_that_was_told_its_rank_cannot_follow_a_world() -> None:
     with pytest.raises(UsageError, match="leave them out"):
         loader().follow_group()
+
+
+class Broken(Numbers):
+    """Fails once."""
+
+    fails = True
+
+    def __getitem__(self, index: int) -> int:
+        if index == 6 and self.fails:
+            self.fails = False
+            raise ZeroDivisionError
+        return super().__getitem__(index)
+
+
+def test_batches_for_ever_go_on_after_an_error() -> None:
+    one: Loader[torch.Tensor] = Loader(Broken(8), 4, manual_commit=True, shuffle=False)
+    batches = one.endless()
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+    assert [next(batches).tolist() for _ in range(2)] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_batches_for_ever_begin_in_the_epoch_that_was_set() -> None:
+    one: Loader[torch.Tensor] = Loader(Numbers(8), 4, manual_commit=True)
+    one.set_epoch(2)
+    batches = one.endless()
+    assert len([next(batches) for _ in range(5)]) == 5
+    assert one.epoch == 4

@@ -24,6 +24,7 @@ logger = logging.getLogger("paceline")
 QUIET_S = 0.5  # waits shorter than this leave no trace
 LOOK_EVERY_S = 0.5
 ANSWER_WITHIN_S = 1.2  # a killed process closes its sockets some time before it is gone
+WORD_S = 0.5  # a launcher learns of a death when connections to the dead break, and of a rank that leaves soon after
 NAMED_AT_MOST = 8
 
 _LOST = (
@@ -132,7 +133,7 @@ class StoreWatch:
         """The typed error for what a transport raised. See `Watch.explain`."""
         text = str(error)
         self._what = what
-        if (left := self._left_generation(what, waited_s)) is not None:
+        if (left := self._left_generation(what, waited_s, patience_s=WORD_S)) is not None:
             return left
         if any(sign in text.lower() for sign in _LOST):
             try:
@@ -274,10 +275,15 @@ class StoreWatch:
         known = self._records
         return [r for r in self._others if r not in known or not (known[r].answers or self._is_local(known[r]))]
 
-    def _left_generation(self, what: str, waited_s: float) -> PeerLost | None:
-        """The error that names who has left this generation of an elastic job, if its launcher has said so."""
-        if self._member is None or self._generation is None or not (left := self._member.ended(self._generation)):
+    def _left_generation(self, what: str, waited_s: float, patience_s: float = 0.0) -> PeerLost | None:
+        """The error that names who has left this generation of an elastic job, if its launcher says so in time."""
+        if self._member is None or self._generation is None:
             return None
+        until = time.monotonic() + patience_s
+        while not (left := self._member.ended(self._generation)):
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.002)
         newest = self._member.generation
         members = () if newest is None or newest.number != self._generation else newest.members
         ranks = [members.index(one.member) for one in left if one.member in members]

@@ -182,16 +182,9 @@ class Loader(Generic[Batch]):
             self._committed = self._reached
 
     def endless(self) -> Iterator[Batch]:
-        """Batches for ever, epoch after epoch. When the position is set, they go on from there."""
-        while True:
-            begun, empty, moves = self._reached, True, self._moves
-            for batch in self:
-                empty = False
-                yield batch
-                if self._moves != moves:
-                    break
-            if empty and begun.committed == 0 and self._moves == moves:
-                raise UsageError(f"epoch {begun.epoch} had no batch for this rank; expected at least one per epoch")
+        """Batches for ever, epoch after epoch. When the position is set, they go on from there, and after an error from
+        what was handed out before it."""
+        return Endless(self)
 
     def commit(self, step: int | None = None) -> None:
         """Count all batches that were handed out until now as trained on. `step` is its number in the sample log."""
@@ -310,6 +303,36 @@ class Loader(Generic[Batch]):
             self._first_batch_seen = True
             if self._check and ranks_can_compare(self._settings.size):
                 check_first_batch(batch)
+
+
+class Endless(Iterator[Batch]):
+    """What `Loader.endless` returns. No generator: that would be over after an error, such as a rank that is lost."""
+
+    def __init__(self, loader: Loader[Batch]) -> None:
+        self._loader = loader
+        self._epoch: Iterator[Batch] | None = None
+        self._moves = -1  # how often the position had been set when this epoch was begun
+
+    def __next__(self) -> Batch:
+        loader = self._loader
+        if self._moves != loader._moves:
+            self._epoch = None
+        try:
+            if self._epoch is not None:
+                return next(self._epoch)
+        except StopIteration:
+            self._epoch = None
+        except BaseException:
+            self._epoch = None
+            raise
+        begun = loader._reached
+        epoch, self._moves = iter(loader), loader._moves
+        for batch in epoch:
+            self._epoch = epoch
+            return batch
+        if begun.committed == 0:
+            raise UsageError(f"epoch {begun.epoch} had no batch for this rank; expected at least one per epoch")
+        return next(self)
 
 
 def _check_lanes(lanes: int | None, size: int, drop_last: bool) -> None:

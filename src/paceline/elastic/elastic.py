@@ -22,7 +22,7 @@ from paceline.elastic.transaction import StepMark, Transaction
 from paceline.elastic.undeclared import UndeclaredReplicas, UpdateWatch
 from paceline.errors import PeerLost, WorldNotFormed
 from paceline.member import Member
-from paceline.member_messages import MemberFailed, MemberFinished
+from paceline.member_messages import MemberFinished
 from paceline.progress import Phase, own_progress
 from paceline.replica.membership import discard
 
@@ -157,8 +157,7 @@ class Elastic:
             return True
         self._drop(discards=True)
         if isinstance(error, Exception):
-            reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-            generations.member.send(MemberFailed(generations.number, self.step, reason))
+            generations.tell_failure(self.step, error)
             self._apart = True
         return False
 

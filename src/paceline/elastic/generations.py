@@ -1,6 +1,7 @@
 """The generations that this member goes through: how it leaves one, waits for the next, and forms its group."""
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.elastic.transaction import Transaction
 from paceline.errors import WorldNotFormed
 from paceline.member import Member
-from paceline.member_messages import NEVER, Ended, Generation, MemberFormed, MemberReady
+from paceline.member_messages import NEVER, Ended, Generation, MemberFailed, MemberFormed, MemberReady
 from paceline.start.elastic_world import form_generation, leave_generation
 
 logger = logging.getLogger("paceline")
@@ -31,6 +32,7 @@ class Generations:
         self._backend = backend
         self._device = device
         self._others: tuple[Identity, ...] = ()
+        self._hook = sys.excepthook
         self._aborting: threading.Thread | None = None
         self._aborts: Callable[[], None] = lambda: None
         self._stop_watching = member.on_ended(self._on_ended) if device.type == "cuda" else lambda: None
@@ -54,6 +56,7 @@ class Generations:
         self.member.send(MemberReady(self.number, transaction.step, transaction.whole))
         generation = self.member.await_generation(self.number)
         self.number = generation.number
+        self._hook = sys.excepthook
         self._others = form_generation(self.member, generation, self._backend, self._device)
         group = dist.group.WORLD
         assert group is not None
@@ -63,6 +66,11 @@ class Generations:
         """The state of this rank is that of the others. `aborts` ends what its replicas have under way on a device."""
         self._aborts = aborts
         self.member.send(MemberFormed(self.number))
+
+    def tell_failure(self, step: int, error: Exception) -> None:
+        """The script of this member has raised an error that is no other member's fault."""
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+        self.member.send(MemberFailed(self.number, step, reason))
 
     def close(self) -> None:
         """Go through no more of them."""
@@ -93,3 +101,4 @@ class Generations:
                 )
         leave_generation(self._others)
         self._others = ()
+        sys.excepthook = self._hook  # torch puts one more before it for every group, each with a rank

@@ -20,6 +20,8 @@ from paceline.replica.membership import enter_generation
 
 logger = logging.getLogger("paceline")
 
+FORMINGS = 30  # in a row that fail: then there is more amiss than members that leave
+
 
 class Joining:
     """Brings what a script has declared from one generation into the next."""
@@ -51,16 +53,28 @@ class Joining:
         """Become a rank of the next generation. Returns the group of its ranks."""
         generations = self._generations
         assert generations is not None
-        while True:
+        for _ in range(FORMINGS):
             try:
                 generation, group = generations.enter_next(self._transaction)
-                self._enter(generation, group)
+                self._enter_and_tell(generation, group)
                 generations.formed(self._abort)
             except LOSSES as error:  # a member has left while it formed, so there will be another
                 logger.info("generation %d was not formed: %s", generations.number, error)
                 continue
             own_progress().note(Phase.BETWEEN, self._transaction.step)
             return group
+        raise WorldNotFormed(f"{FORMINGS} generations in a row, up to {generations.number}, could not be formed")
+
+    def _enter_and_tell(self, generation: Generation, group: Group) -> None:
+        """An error that is no other member's fault is told, so that the others do not wait until this process ends."""
+        assert self._generations is not None
+        try:
+            self._enter(generation, group)
+        except LOSSES:
+            raise
+        except Exception as error:
+            self._generations.tell_failure(self._transaction.step, error)
+            raise
 
     def _check(self) -> None:
         most = os.environ.get("WORLD_SIZE", "1")
