@@ -95,8 +95,8 @@ def fail(what: str, me: Member, number: int, step: int) -> None:
     if what == "raise":
         me.send(MemberFailed(number, step, "ValueError: a bad sample"))
         raise ValueError("a bad sample")
-    if what == "exit":
-        sys.exit(3)
+    if what.startswith("exit"):
+        sys.exit(int(what.removeprefix("exit")))
     os.kill(os.getpid(), signal.Signals[what])
 
 
@@ -150,6 +150,9 @@ def work(me, plan, slot, again, star, generation, step, progress) -> bool:  # ty
         if wish & END:
             me.send(MemberFinished(generation.number, step))
             say(f"done at step {step}")
+            for at, when, what in plan["faults"]:
+                if when == "after" and at == slot:
+                    fail(what, me, generation.number, step)
             return True
         if wish & REGROUP:
             return False

@@ -87,11 +87,24 @@ def test_a_spare_takes_the_place_of_the_lost_one(run: Run) -> None:
 
 
 def test_two_are_lost_one_after_the_other(run: Run) -> None:
-    done = run([[1, 20, "SIGSEGV"], [2, 25, "exit"]], "--ranks", "1:3")
+    done = run([[1, 20, "SIGSEGV"], [2, 25, "exit3"]], "--ranks", "1:3")
     assert done.code == 0, done.said
     assert done.has(r"rank 1 was killed by SIGSEGV \(at step 20\)")
     assert done.has(r"rank 1 \(slot 2\) exited with code 3 \(at step 25\)")
     assert done.has(r"2 ranks were lost and 2 joined later; .*")
+
+
+def test_one_that_leaves_without_finishing_is_lost(run: Run) -> None:
+    done = run([[1, 20, "exit0"]], "--ranks", "1:2")
+    assert done.code == 0, done.said
+    assert done.has(r"rank 1 exited with code 0, and had not come to Elastic.finish\(\) \(at step 20\)")
+
+
+def test_a_rank_that_fails_after_the_last_step_is_no_loss_and_no_success(run: Run) -> None:
+    done = run([[1, "after", "exit3"]], "--ranks", "1:2", "--spares", "1", spares=1)
+    assert done.code == 3
+    assert "rank 1 exited with code 3" in done.said
+    assert not done.has(".* lost .*")
 
 
 def test_a_stopped_rank_is_ended_and_not_those_who_wait_for_it(run: Run) -> None:

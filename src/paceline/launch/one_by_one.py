@@ -133,6 +133,8 @@ class OneByOne:
         self._failing.discard(member)
         hang = self._hung.get(member)
         cause = cause_of(end) if hang is None else f"{hang.how}: {hang.reason}"
+        if end.exit_code == 0:
+            cause = "exited with code 0, and had not come to Elastic.finish()"
         outside = end.killed_by in FROM_OUTSIDE and not end.out_of_memory and hang is None
         how = Departure(cause, self._supervisor.step_of(end.rank), from_outside=outside or follows(end))
         self._do(self._coordinator.exited(member, how, now), now)
