@@ -43,7 +43,7 @@ from paceline.strategies.multi_step import QueuedWork, SideStream, Steps
 
 logger = logging.getLogger("paceline")
 
-CLOSING_S = 5.0  # how long a replica that is let go of waits for what its ranks have yet to send each other
+LAST_WAIT_S = 5.0  # of a rank that an error has ended, for what ranks have yet to send each other
 
 
 class GatherState(Enum):
@@ -279,14 +279,18 @@ class UpdateGathers:
             self._heeds_compiling = None
 
     def close(self) -> None:
-        """The replica is let go of, and soon its group: complete what ranks have yet to send each other. What does not
-        come within a moment stays pending."""
+        """The replica is let go of, and soon its group: complete what ranks have yet to send each other, as the step
+        would have done. After an error, which others may not survive, only what comes within a moment."""
+        failed = hasattr(sys, "last_value")
         # Python may let go of a replica on any thread, such as that of another rank: it cannot wait there for itself.
-        until = time.monotonic() + (CLOSING_S if threading.get_ident() == self._thread else 0.0)
+        waits = threading.get_ident() == self._thread
+        until = time.monotonic() + (LAST_WAIT_S if waits else 0.0)
         with self._lock:
             for gather in self._gathers:
                 try:
-                    if gather.state is GatherState.PENDING and gather.comes(self._group, until - time.monotonic()):
+                    if gather.state is not GatherState.PENDING:
+                        continue
+                    if (waits and not failed) or gather.comes(self._group, until - time.monotonic()):
                         gather.finish(self._group)
                 except PacelineError as error:
                     logger.warning("a replica was let go of before its last update was complete: %s", error)
