@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+LOOPBACK = "127.0.0.1"
 NEVER = -1  # the generation, or the step, of a member that has been in none
 MAX_REASON = 600  # so that a line stays within 4 KiB, whatever its letters
 
@@ -26,10 +27,11 @@ class MemberReady:
 
 @dataclass(frozen=True)
 class MemberStore:
-    """The first member of a generation holds its store, at this port of loopback."""
+    """The first member of a generation holds its store, which listens here."""
 
     generation: int
     port: int
+    host: str = LOOPBACK
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,8 @@ def test_a_loss_while_a_generation_is_formed_is_followed_by_the_next_one() -> No
     job = Job(minimum=1, maximum=3).found()
     job.exit(0)
     job.ready(1, 2, step=7, whole=True)
-    job.say(1, MemberStore(1, 99))
+    job.say(1, MemberStore(1, 99, "192.0.2.7"))  # on another machine
+    assert job.heard[2][-1] == StoreAt(1, "192.0.2.7", 99)
     job.say(1, MemberFormed(1))
     job.exit(2)
     assert job.heard[1][-1] == Ended(1, 2, "was killed by SIGKILL")

@@ -1,5 +1,6 @@
 """From a command line and an environment to a job."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -160,7 +161,7 @@ def test_what_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     monkeypatch.setenv("RANK", "77")
-    found = environment_of(job("-n", "2", "--rdzv-id", "id"), 1, 5, 2)
+    found = environment_of(job("-n", "2", "--rdzv-id", "id"), 1, 5, 2, os.environ)
     assert (found["OMP_NUM_THREADS"], found["GLOO_SOCKET_IFNAME"]) == ("7", "eth9")
     assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]) == ("1", "1", "2")
     assert (found["TORCHELASTIC_RESTART_COUNT"], found["TORCHELASTIC_RUN_ID"]) == ("2", "id")
@@ -198,7 +199,7 @@ def test_an_elastic_job_that_cannot_be(words: list[str], complaint: str) -> None
 
 def test_a_member_is_told_its_number_and_survives_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    found = environment_of(job("--ranks", "1:2"), 1, 99, 0, member=5)
+    found = environment_of(job("--ranks", "1:2"), 1, 99, 0, os.environ, member=5)
     assert (found["PACELINE_MEMBER"], found["RANK"], found["WORLD_SIZE"]) == ("5", "1", "2")
     assert (found["TORCH_NCCL_ENABLE_MONITORING"], found["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("0", "1")
-    assert "TORCH_NCCL_ENABLE_MONITORING" not in environment_of(job("-n", "2"), 1, 99, 0)
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in environment_of(job("-n", "2"), 1, 99, 0, os.environ)

@@ -1,25 +1,25 @@
 """One attempt: the processes of a job from their start until the last of them has exited."""
 
 import contextlib
-import resource
 import selectors
 import signal
 import time
 from collections.abc import Collection
 
+from paceline.launch.engine import Engine
 from paceline.launch.failure import End
 from paceline.launch.job import INTERRUPT_EXIT, Job, JobFailure, JobOutcome, Listener
 from paceline.launch.one_by_one import OneByOne
 from paceline.launch.policy import AllOrNothing, Policy
 from paceline.launch.rank_environment import environment_of
-from paceline.launch.rank_processes import RankExited, RankProcesses
+from paceline.launch.rank_processes import RankExited
 from paceline.launch.rank_slot import RankLog, RankSlot
 from paceline.launch.rank_watch import RankWatch
 from paceline.launch.rehearsal import Rehearsal
 from paceline.launch.reports import ProgressBoard
 from paceline.launch.signals import PendingSignals
 from paceline.phase import Phase
-from paceline.process_status import oom_kills, signal_name
+from paceline.process_status import signal_name
 from paceline.rank_report import MEMBERSHIP_NAME, PROGRESS_NAME, REPORT_NAME
 
 TICK_S = 0.05
@@ -34,8 +34,16 @@ class Attempt:
     """The processes and the loop that watches them. What a failure leads to is its policy's decision."""
 
     def __init__(
-        self, job: Job, attempt: int, port: int, listener: Listener, signals: PendingSignals, rehearsal: Rehearsal
+        self,
+        job: Job,
+        attempt: int,
+        port: int,
+        listener: Listener,
+        signals: PendingSignals,
+        rehearsal: Rehearsal,
+        engine: Engine,
     ) -> None:
+        self._engine = engine
         self.listener = listener
         self._job, self._attempt, self._port, self._signals = job, attempt, port, signals
         self._rehearsal = rehearsal
@@ -46,7 +54,6 @@ class Attempt:
         self._slots: dict[int, RankSlot] = {}  # the newest process of each
         self._watch_at = 0.0
         self._tick_at = 0.0
-        self._oom_kills = oom_kills()
         self._stopping_since: float | None = None
         self._kill_at: float | None = None
         self._kill_one_at: dict[RankSlot, float] = {}
@@ -64,7 +71,7 @@ class Attempt:
                 self._logs.append(log)
                 if self._attempt:
                     log.write(f"--- restart {self._attempt} ---\n".encode())
-            self._processes = undo.enter_context(contextlib.closing(RankProcesses()))
+            self._processes = undo.enter_context(contextlib.closing(self._engine.open()))
             self._selector.register(self._processes, selectors.EVENT_READ)
             self._policy.begin(time.monotonic())
             while any(slot.end is None for slot in self._slots.values()):
@@ -88,6 +95,8 @@ class Attempt:
             self._logs[rank].write(f"--- member {member} ---\n".encode())
             self._watch.forget(rank)
         self._slots[rank] = slot = RankSlot(rank, self._logs[rank], member)
+        inherited = self._engine.environment
+        environment = environment_of(self._job, rank, self._port, self._attempt, inherited, member)
         with slot.open_pipes() as theirs:
             named = {REPORT_NAME: theirs["report"], PROGRESS_NAME: self._board.descriptor}
             if member is not None:
@@ -95,7 +104,7 @@ class Attempt:
             self._processes.start(
                 rank,
                 self._job.command,
-                environment_of(self._job, rank, self._port, self._attempt, member) | self._rehearsal.environment(),
+                environment | self._rehearsal.environment(),
                 out=theirs["out"],
                 err=theirs["err"],
                 named=named,
@@ -124,13 +133,8 @@ class Attempt:
     def abort(self, ranks: Collection[int], now: float, within_s: float) -> None:
         """Have processes write where their threads are and die, and kill them after a while."""
         for rank in ranks:
-            # On this signal faulthandler writes where each thread is. A core dump, which may take minutes to write, is
-            # not wanted.
-            with contextlib.suppress(OSError):
-                resource.prlimit(self._processes.living[rank], resource.RLIMIT_CORE, (0, 0))
             self._kill_one_at[self._slots[rank]] = now + within_s
-            self._processes.signal(signal.SIGABRT, rank)
-            self._processes.signal(signal.SIGCONT, rank)
+            self._processes.abort(rank)
 
     def stop(self, now: float, number: int) -> None:
         """Ask all processes to end by a signal, and kill them after the time that the job gives them."""
@@ -259,12 +263,12 @@ class Attempt:
             killed_by=killed,
             asked=stopping is not None and not by_itself,
             never=event.never,
-            out_of_memory=killed == signal.SIGKILL and oom_kills() > self._oom_kills,
+            out_of_memory=event.out_of_memory,
+            lost=event.lost,
             raised=raised_at is not None,
             tail=slot.tail(),
         )
         slot.err.hold_s = float("inf") if end.exit_code else 0.0
-        self._oom_kills += end.out_of_memory
         self._policy.ended(end, now)
 
     def _on_signal(self, number: int, now: float) -> None:
@@ -280,8 +284,7 @@ class Attempt:
     def _look_for_hangs(self, now: float) -> None:
         if self._job.hang_timeout_s == 0:
             return
-        living = {rank: pid for rank, pid in self._processes.living.items() if pid}
-        if (hang := self._watch.look(now, living, self._policy.judged)) is not None:
+        if (hang := self._watch.look(now, self._processes, self._policy.judged)) is not None:
             self._policy.hung(hang, now)
 
     # The end -------------------------------------------------------------------------------------------------------

@@ -47,7 +47,6 @@ from paceline.member_messages import (
     StoreAt,
 )
 
-LOOPBACK = "127.0.0.1"
 # So many processes in a row may end before they could join; then no more are started.
 STILLBORN = 3
 # Members that regroup leave one after the other. One that does not follow for this long is told that the others left.
@@ -176,7 +175,7 @@ class Coordinator:
 
     def _on_store(self, member: int, message: MemberStore, generation: Generation) -> Iterator[Action]:
         if self.stage is Stage.FORMING and member == generation.members[0]:
-            yield from self._tell_seats(StoreAt(generation.number, LOOPBACK, message.port))
+            yield from self._tell_seats(StoreAt(generation.number, message.host, message.port))
 
     def _on_formed(self, member: int, generation: Generation, now: float) -> Iterator[Action]:
         self._formed.add(member)

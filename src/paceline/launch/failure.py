@@ -34,6 +34,7 @@ class End:
     asked: bool = False
     never: str = ""
     out_of_memory: bool = False
+    lost: str = ""  # with what, and why
     raised: bool = False  # its output ends with a traceback that it has not caught
     tail: tuple[str, ...] = field(default=(), repr=False)
 
@@ -108,6 +109,8 @@ def _explain(end: End) -> tuple[str, tuple[str, ...]]:
     """What the rank did, and the lines that show it."""
     if end.never:
         return f"never started: {end.never}", ()
+    if end.lost:
+        return f"was lost with {end.lost}", ()
     if end.out_of_memory:
         return "was killed by the OOM killer (SIGKILL, and the kernel's oom_kill counter increased)", ()
     if end.traceback is not None:
@@ -140,8 +143,8 @@ def _others(ends: Sequence[End]) -> tuple[str, ...]:
 
 def _signature(end: End) -> object:
     """Equal for failures that are to be shown once."""
-    if end.never or end.out_of_memory or end.traceback is None:
-        return end.never, end.out_of_memory, end.killed_by, end.code
+    if end.never or end.lost or end.out_of_memory or end.traceback is None:
+        return end.never, end.lost, end.out_of_memory, end.killed_by, end.code
     return end.traceback.frames, end.traceback.name
 
 

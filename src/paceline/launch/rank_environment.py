@@ -1,7 +1,7 @@
 """What a rank is told at its start: its environment variables, and the port at which ranks find each other."""
 
-import os
 import socket
+from collections.abc import Mapping
 
 from paceline.errors import UsageError
 from paceline.launch.job import Job
@@ -39,9 +39,11 @@ def rendezvous_variables(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def environment_of(job: Job, rank: int, port: int, attempt: int, member: int | None = None) -> dict[str, str]:
-    """All variables of one rank, or of one `member` of an elastic job: those of this process, torchrun's, and ours."""
-    found = {**os.environ, **job.environment}
+def environment_of(
+    job: Job, rank: int, port: int, attempt: int, inherited: Mapping[str, str], member: int | None = None
+) -> dict[str, str]:
+    """All variables of one rank, or of one `member` of an elastic job: those that it inherits, torchrun's, and ours."""
+    found = {**inherited, **job.environment}
     found.update(
         rendezvous_variables(rank, job.ranks, port),
         NODE_RANK="0",
@@ -64,8 +66,8 @@ def environment_of(job: Job, rank: int, port: int, attempt: int, member: int | N
     return found
 
 
-def reserve_port(port: int = 0) -> socket.socket:
-    """Hold a port of loopback, any free one for 0, until the socket is closed.
+def reserve_port(port: int = 0, host: str = LOOPBACK) -> socket.socket:
+    """Hold a port of this machine, any free one for 0, until the socket is closed.
 
     The socket is bound and does not listen. Linux then gives the port to nobody who did not name it, and lets rank 0
     bind and listen beside it.
@@ -73,16 +75,16 @@ def reserve_port(port: int = 0) -> socket.socket:
     holder = socket.socket()
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((LOOPBACK, port))
+        holder.bind((host, port))
         if port:
             with socket.socket() as probe:
                 probe.settimeout(1.0)
-                if probe.connect_ex((LOOPBACK, port)) == 0:
+                if probe.connect_ex((host, port)) == 0:
                     raise OSError("someone listens there already")
     except OSError as error:
         holder.close()
         raise UsageError(
-            f"port {port} of {LOOPBACK} cannot be used: {error.strerror or error}; "
+            f"port {port} of {host} cannot be used: {error.strerror or error}; "
             f"give another master_port, or 0 for any free one"
         ) from error
     return holder

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import reaper
-from paceline.process_status import signal_name
+from paceline.process_status import ProcessStatus, oom_kills, read_status, signal_name, stopped_children
 
 REAPER_S = 10.0
 
@@ -34,6 +35,8 @@ class RankExited:
     killed_by: int = 0
     never: str = ""
     with_reaper: bool = False  # the kernel killed it because the reaper had died
+    out_of_memory: bool = False
+    lost: str = ""  # its machine does not answer, so nothing more is known of it
 
     @property
     def how(self) -> str:
@@ -54,6 +57,7 @@ class RankProcesses:
         self.unkillable: list[int] = []  # what was left of the ranks when the reaper had died
         self.reaper_died = False
         self._partial = b""
+        self._oom_kills = oom_kills()
         self._control, theirs = socket.socketpair()
         # Isolated, and without site packages: what breaks the environment of the ranks does not break the reaper's.
         command = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(theirs.fileno())]
@@ -104,6 +108,23 @@ class RankProcesses:
         """Send a signal to a rank, or to all of them. SIGKILL ends the whole process group of a rank."""
         self._send(signal=int(number), rank=rank)
 
+    def abort(self, rank: int) -> None:
+        """Have a rank write where its threads are, and die."""
+        # On this signal faulthandler writes where each thread is. A core dump, which may take minutes to write, is not
+        # wanted.
+        with contextlib.suppress(OSError):
+            resource.prlimit(self.living[rank], resource.RLIMIT_CORE, (0, 0))
+        self.signal(signal.SIGABRT, rank)
+        self.signal(signal.SIGCONT, rank)
+
+    def status(self, rank: int) -> ProcessStatus:
+        """What the kernel says of a rank."""
+        return read_status(self.living.get(rank, 0))
+
+    def stopped_children(self, rank: int) -> list[int]:
+        """The processes that a rank has started and that were stopped by a signal."""
+        return stopped_children(self.living.get(rank, 0))
+
     def events(self) -> list[RankStarted | RankExited]:
         """What has happened since the last call. When the reaper has died, all ranks have exited."""
         found: list[RankStarted | RankExited] = []
@@ -128,6 +149,9 @@ class RankProcesses:
             self.living[message["rank"]] = message["pid"]
             return RankStarted(**message)
         del self.living[message["rank"]]
+        if message.get("killed_by") == signal.SIGKILL and oom_kills() > self._oom_kills:
+            self._oom_kills += 1
+            message["out_of_memory"] = True
         return RankExited(**message)
 
     def _send(self, descriptors: Sequence[int] = (), **message: object) -> None:

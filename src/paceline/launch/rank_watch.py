@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from paceline.launch.engine import Processes
 from paceline.launch.lines import name_ranks
 from paceline.launch.reports import Mark, ProgressBoard
 from paceline.launch.stragglers import Stragglers
 from paceline.launch.tracebacks import own_line
 from paceline.launch.watchdog import FROZE, STOPPED_S, Hang, Watchdog, is_silent
 from paceline.phase import Phase
-from paceline.process_status import read_status, stopped_children
+from paceline.process_status import ProcessStatus
 
 Judged = Callable[[Mapping[int, Mark]], Mapping[int, Mark] | None]
 
@@ -39,17 +40,22 @@ class RankWatch:
         self._watchdog.forget(rank)
         self._rests.pop(rank, None)
 
-    def look(self, now: float, living: Mapping[int, int], judged: Judged) -> Hang | None:
-        """Ranks that hang, if any do. `living` are the process ids of ranks, of which `judged` says who it may be."""
+    def look(self, now: float, processes: Processes, judged: Judged) -> Hang | None:
+        """Ranks that hang, if any do; `judged` says of the running ones who it may be."""
+        living = [rank for rank, pid in processes.living.items() if pid]
         marks = judged({rank: self._board.read(rank) for rank in living})
         if marks is None:
             return None
-        return (self._look_at(now, living, marks) if marks else None) or self._stopped_bystander(now, living, marks)
+        statuses = {rank: processes.status(rank) for rank in living}
+        hang = self._look_at(now, processes, marks, statuses) if marks else None
+        return hang or self._stopped_bystander(now, marks, statuses)
 
-    def _stopped_bystander(self, now: float, living: Mapping[int, int], marks: Mapping[int, Mark]) -> Hang | None:
+    def _stopped_bystander(
+        self, now: float, marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus]
+    ) -> Hang | None:
         """One that nobody waits for, as a spare, may take as long as it likes; but if it is stopped it is no use."""
-        stopped = {rank for rank in living.keys() - marks.keys() if read_status(living[rank]).stopped}
-        if stopped == living.keys():  # someone pauses the job
+        stopped = {rank for rank in statuses.keys() - marks.keys() if statuses[rank].stopped}
+        if stopped == statuses.keys():  # someone pauses the job
             stopped = set()
         self._bystander_stopped = {rank: self._bystander_stopped.get(rank, now) for rank in stopped}
         for rank, since in self._bystander_stopped.items():
@@ -58,10 +64,12 @@ class RankWatch:
                 return Hang((rank,), FROZE, reason, self._board.read(rank).step)
         return None
 
-    def _look_at(self, now: float, living: Mapping[int, int], marks: Mapping[int, Mark]) -> Hang | None:
-        statuses = {rank: read_status(living[rank]) for rank in marks}
+    def _look_at(
+        self, now: float, processes: Processes, marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus]
+    ) -> Hang | None:
+        statuses = {rank: statuses[rank] for rank in marks}
         beats = {rank: self._board.beat(rank) for rank in marks}
-        hang = self._watchdog.look(now, marks, statuses, beats, lambda rank: stopped_children(living[rank]))
+        hang = self._watchdog.look(now, marks, statuses, beats, processes.stopped_children)
         if hang is not None:
             return hang
         for rank, how in self._watchdog.late(now, marks, statuses):

@@ -70,6 +70,10 @@ class ProgressBoard:
         beat: int = BEAT.unpack_from(self._memory, rank * PROGRESS_SLOT + BEAT_AT)[0]
         return beat / 1e9
 
+    def copy(self, rank: int) -> bytes:
+        """All that a rank has noted, for `paste_notes`."""
+        return self._memory[rank * PROGRESS_SLOT : (rank + 1) * PROGRESS_SLOT]
+
     def clear(self, rank: int) -> None:
         """Forget what was noted: another process is about to be this rank."""
         self._memory[rank * PROGRESS_SLOT : (rank + 1) * PROGRESS_SLOT] = bytes(PROGRESS_SLOT)
@@ -77,3 +81,11 @@ class ProgressBoard:
     def close(self) -> None:
         self._memory.close()
         os.close(self.descriptor)
+
+
+def paste_notes(memory: mmap.mmap, rank: int, noted: bytes, clock_ns: int) -> None:
+    """Note on a board what a rank has noted on another machine, to whose clock `clock_ns` has to be added."""
+    stamp, step, phase = NOTE.unpack_from(noted)
+    beat = BEAT.unpack_from(noted, BEAT_AT)[0]
+    NOTE.pack_into(memory, rank * PROGRESS_SLOT, stamp + clock_ns if stamp else 0, step, phase)
+    BEAT.pack_into(memory, rank * PROGRESS_SLOT + BEAT_AT, beat + clock_ns if beat else 0)

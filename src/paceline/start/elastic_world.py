@@ -17,14 +17,14 @@ from paceline.collectives.peers import Identity
 from paceline.collectives.store_call import StoreCall
 from paceline.errors import IllegalMove, PeerLost, UsageError
 from paceline.member import Member
-from paceline.member_messages import Generation, MemberStore
+from paceline.member_messages import LOOPBACK, Generation, MemberStore
 from paceline.progress import own_progress
+from paceline.rank_report import STORE_HOST_NAME
 from paceline.start.forming import default_backend, form_group, leave_group
 from paceline.start.rendezvous import STORE_TIMEOUT
 from paceline.tcp_connections import ports_of, sever_connections
 from paceline.world import World
 
-LOOPBACK = "127.0.0.1"
 SLICE_S = 0.05
 MEET_S = 30.0  # for the members of a generation to come to its store; a death among them is known at once
 CONNECT_S = 10.0  # gloo connects in one call, which nothing interrupts
@@ -138,18 +138,20 @@ class _Meeting:
     def _host(self) -> Store:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK, 0))
+        # Loopback, unless the launcher has placed members on other machines.
+        host = os.environ.get(STORE_HOST_NAME, LOOPBACK)
+        listener.bind((host, 0))
         listener.listen(socket.SOMAXCONN)
         port = listener.getsockname()[1]
         store = TCPStore(
-            LOOPBACK,
+            host,
             port,
             is_master=True,
             timeout=timedelta(seconds=CONNECT_S),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        self._member.send(MemberStore(self._generation.number, port))
+        self._member.send(MemberStore(self._generation.number, port, host))
         return store
 
     def _reach(self) -> Store:
