@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 
+from paceline.cli.engines import engine_for
 from paceline.cli.run_flags import notes, parse
 from paceline.cli.run_job import hidden, job_from, missing_gpus
 from paceline.cli.run_output import RunOutput
@@ -17,7 +18,8 @@ def main(argv: Sequence[str]) -> int:
     for text in (*notes(flags), *missing_gpus(job)):
         output.note(text)
     try:
-        outcome = supervise(job, output)
+        with engine_for(flags, job, output.note) as engine:
+            outcome = supervise(job, output, engine)
     finally:
         output.close()
     output.conclude(job, outcome)

@@ -57,6 +57,12 @@ def _add_elastic(add: Callable[..., None]) -> None:
     add("--recovery-timeout", metavar="S", about=about)
 
 
+def _add_engine(add: Callable[..., None]) -> None:
+    add("--engine", default="local", metavar="E", about="where ranks run: local, or ray for a Ray cluster [local]")
+    add("--cpus-per-rank", metavar="N", about="with --engine ray: the CPUs that each rank needs [1]")
+    add("--gpus-per-rank", metavar="N", about="with --engine ray: the GPUs that each rank needs [1 if there are any]")
+
+
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     """The parser, with PET_* variables of `environ` as defaults."""
     parser = _Parser("paceline run", USAGE, ABOUT, formatter_class=_Formatter, allow_abbrev=False)
@@ -75,6 +81,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     add("-n", "--nproc-per-node", "--num-processes", "-np", metavar="N", about="ranks: a number, auto, gpu or cpu [1]")
     _add_elastic(add)
     add("--gpu-ids", metavar="1,2", about="the GPUs that ranks see, in this order; without -n, one rank per GPU")
+    _add_engine(add)
     add("-m", "--module", switch=True, about="the script is a module, run as `python -m`")
     add("--no-python", switch=True, about="the script is an executable, not a Python script")
     add("--max-restarts", default="0", metavar="K", about="restart all ranks after a failure, at most K times [0]")

@@ -19,6 +19,7 @@ Everything has a default: `paceline train` alone trains on Python's own sources 
 EXTRA = {
     "config": (Path | None, "a TOML file with settings; flags win over it"),
     "print_config": (bool, "show the settings as TOML, and do nothing else"),
+    "engine": (str | None, "where ranks run: local, or ray for a Ray cluster that shares this folder"),
     "fault": (list[str] | None, "have a fault happen on purpose, such as 'kill rank=1 step=20'; may be repeated"),
 }
 
@@ -28,12 +29,14 @@ def build_train() -> Callable[..., None]:
     return command_for(TrainConfig, ABOUT, _train, **EXTRA)
 
 
-def _train(settings: dict[str, Any], config: Path | None, print_config: bool, fault: list[str] | None) -> None:
+def _train(
+    settings: dict[str, Any], config: Path | None, print_config: bool, engine: str | None, fault: list[str] | None
+) -> None:
     chosen = build({**base_of(config, settings.get("out")), **settings})
     if print_config:
         typer.echo(to_toml(chosen), nl=False)
         return
-    raise typer.Exit(start(chosen, tuple(fault or ())))
+    raise typer.Exit(start(chosen, tuple(fault or ()), engine or "local"))
 
 
 def base_of(file: Path | None, out: str | None) -> dict[str, Any]:
@@ -44,8 +47,9 @@ def base_of(file: Path | None, out: str | None) -> dict[str, Any]:
     return from_toml(file) if file else {}
 
 
-def start(config: TrainConfig, faults: tuple[str, ...] = ()) -> int:
+def start(config: TrainConfig, faults: tuple[str, ...] = (), engine: str = "local") -> int:
     """Run the ranks of a training run, supervised, and show what they report."""
+    from paceline.cli.engines import open_engine
     from paceline.cli.train_output import open_output, print_summary
     from paceline.faults.fault import asked_for
     from paceline.launch import Job, gpu_count, supervise
@@ -68,8 +72,8 @@ def start(config: TrainConfig, faults: tuple[str, ...] = ()) -> int:
         final_codes=frozenset({2, NOT_FINITE_EXIT}),  # what a rank refuses it would refuse again
         faults=asked_for(os.environ, faults),
     )
-    with open_output(config, ranks, folder) as output:
-        outcome = supervise(job, output)
+    with open_output(config, ranks, folder) as output, open_engine(engine, job, output.note) as where:
+        outcome = supervise(job, output, where)
     if outcome.exit_code:
         output.show_failure(outcome)
         return outcome.exit_code

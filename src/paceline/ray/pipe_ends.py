@@ -1,0 +1,44 @@
+"""The ends of a rank's pipes that the rank would have if it ran on this machine, held in its place."""
+
+import os
+import select
+from collections.abc import Callable, Mapping
+
+SLICE_MS = 100
+
+
+class PipeEnds:
+    """Copies of the descriptors that a rank was to be started with."""
+
+    def __init__(self, descriptors: Mapping[str, int]) -> None:
+        self._held = {name: os.dup(descriptor) for name, descriptor in descriptors.items()}
+
+    def descriptor(self, name: str) -> int:
+        """The number of one of them; -1 when it is not there."""
+        return self._held.get(name, -1)
+
+    def write(self, name: str, data: bytes, given_up: Callable[[], bool]) -> None:
+        """Write what the rank has written. Waits for the launcher to read, unless that is `given_up`."""
+        if name not in self._held:
+            return
+        room = select.poll()
+        room.register(self._held[name], select.POLLOUT)
+        while data and not given_up():
+            if room.poll(SLICE_MS):
+                try:
+                    # A pipe that has room takes this much without blocking.
+                    data = data[os.write(self._held[name], data[: select.PIPE_BUF]) :]
+                except BrokenPipeError:  # the launcher has closed its end
+                    return
+
+    def read(self, name: str) -> bytes:
+        """What the launcher has written to the rank; it is closed when nothing ever will come again."""
+        data = os.read(self._held[name], 1 << 16)
+        if not data:
+            os.close(self._held.pop(name))
+        return data
+
+    def close(self) -> None:
+        """Close them all. Idempotent."""
+        while self._held:
+            os.close(self._held.popitem()[1])
