@@ -385,7 +385,7 @@ def _in_two_threads(model: Any, rank: int, forward: Any, start: Callable[[Any, t
             start(run, found)
         over.acquire(), over.acquire()
         if errors:
-            assert "thread" in str(errors[0])
+            assert all("thread" in str(raised) for raised in errors)  # none waits for a rank that has given up
             return
         whole = net()
         for seed in range(2):

@@ -389,7 +389,7 @@ class Reducer:
                 participation.abandon(self)
             if self._pending_receive is not None and self._pending_receive.running() is None:
                 participation.receive_and_discard(self)
-            self.refused = None
+            self.refused = None if task_id() == -1 else self.refused  # a checkpoint repeats a forward inside a backward
             if grads and self.backwards.current is None:
                 if not self.settings.hold and self.bucket_set.follow_parameters(self.settings.caps, self.transport):
                     self.planning.begin_anew(self.bucket_set.layout, self.reductions_begun)
