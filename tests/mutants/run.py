@@ -29,6 +29,8 @@ TESTS = [
     "tests/procs/test_placement.py",
     "tests/procs/test_from_meta.py",
     "tests/procs/test_shard_groups.py",
+    "tests/procs/test_checksums.py",
+    "tests/unit/test_agree_audit.py",
     "tests/unit/test_bucket.py",
     "tests/unit/test_step_report.py",
     "tests/unit/test_agree_finite.py",

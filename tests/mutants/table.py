@@ -303,4 +303,35 @@ MUTANTS = [
         "        work = self._group.transport.all_reduce(total, Op.MAX if highest else Op.SUM)\n",
         "        work = self._group.transport.all_reduce(total.clone(), Op.MAX if highest else Op.SUM)\n",
     ),
+    # ---- audits, checksums
+    Mutant(
+        "a lane is audited by the rank that runs it",
+        "agree/audit.py",
+        "(owner + 1 + turn % (size - 1)) % size",
+        "owner",
+    ),
+    Mutant(
+        "a repeated lane leaves its gradients in those of the step",
+        "reducer/repeated_lane.py",
+        "                bucket.flat.copy_(flat)\n",
+        "                _ = flat\n",
+    ),
+    Mutant(
+        "a repeated lane leaves its buffers to the step",
+        "replica/lane_buffers.py",
+        "        self._after, self._unfit = after, unfit\n",
+        "        self._unfit = unfit\n",
+    ),
+    Mutant(
+        "the rank whose gradients two others have, too, is taken for the odd one",
+        "agree/audit.py",
+        "    (agree, (odd,)) = groups\n",
+        "    (agree, _), odd = groups, audit.owner\n",
+    ),
+    Mutant(
+        "what has come is compared with what has come",
+        "strategies/checksums.py",
+        "differs = (expected != torch.stack(self._received, dim=1)).any(1)",
+        "differs = (expected != expected).any(1)",
+    ),
 ]

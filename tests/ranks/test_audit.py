@@ -6,13 +6,16 @@ Ranks are threads here; tests/procs has real ones, with dropout and over every t
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.agree.audit import audit_of
+from paceline.agree.capsule import read_capsule
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
 from paceline.errors import UsageError, WrongGradients
@@ -59,10 +62,11 @@ def train(
     loop: Loop = plain,
     prepare: Callable[[Any, int], object] | None = None,
     placement: str = "ddp",
+    make: Callable[[], nn.Module] = net,
     **agreement: Any,
 ) -> tuple[State, list[int]]:
     settings = Agreement(**{"audit_every": 1, **agreement})
-    model = DDP(net(), transport=transport, lanes=lanes, seed=3, agreement=settings, placement=placement)
+    model = DDP(make(), transport=transport, lanes=lanes, seed=3, agreement=settings, placement=placement)
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-2)
     if prepare is not None:
         prepare(model, transport.rank)
@@ -90,6 +94,48 @@ def test_audits_raise_no_alarm_and_change_no_bits(
     assert caplog.messages == []
     assert all(equal(state, quiet) for state, _ in audited)
     assert sum(sum(times) for _, times in audited) == 5 * (lanes + 1), "one lane of each step runs twice"
+
+
+class Recomputed(nn.Module):
+    """With reentrant checkpointing: gradients come from a backward inside the one that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True)
+
+
+class Tied(nn.Module):
+    """One weight twice, one that takes no part in some lanes, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three, self.four = (nn.Linear(5, 5) for _ in range(4))
+        self.two.weight = self.one.weight
+        self.four.requires_grad_(False)
+        seeded(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.four(self.two(torch.tanh(self.one(x)))))
+        return self.three(out) if x[0, 0] > 0 else out
+
+
+def in_bfloat16(model: Any, microbatches: list[torch.Tensor], step: int) -> int:
+    for x in model.lanes(microbatches, step):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+    return 0
+
+
+@pytest.mark.parametrize(("make", "loop"), [(Recomputed, plain), (Tied, plain), (net, in_bfloat16)])
+def test_other_models_and_types(make: Callable[[], nn.Module], loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "paceline"):
+        (quiet, _), *_ = run(lambda t: train(t, lanes=5, make=make, loop=loop, audit_every=0), 3)
+        assert all(equal(state, quiet) for state, _ in run(lambda t: train(t, lanes=5, make=make, loop=loop), 3))
+    assert caplog.messages == []
 
 
 def accumulated(model: Any, microbatches: list[torch.Tensor], step: int) -> int:
@@ -165,6 +211,16 @@ def test_of_two_ranks_a_fault_that_stays_is_found_and_not_blamed_on_one() -> Non
         assert error is not None
         assert (set(error.ranks), error.known) == ({0, 1}, False)
         assert "it takes a third rank to say which" in str(error)
+
+
+def test_a_capsule_holds_the_step(tmp_path: Path) -> None:
+    error = run(lambda t: caught(t, 1, always, capsules=str(tmp_path)), 3)[0]
+    assert error is not None
+    (file,) = tmp_path.iterdir()
+    capsule = read_capsule(file)
+    assert (capsule.kind, capsule.step, capsule.ranks) == ("divergence", error.step, (1,))
+    assert capsule.error == str(error)
+    assert len(capsule.others) == 2
 
 
 def test_wrong_parameters_are_told_from_wrong_computation() -> None:
