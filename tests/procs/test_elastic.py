@@ -76,6 +76,7 @@ class Script:
     folder: str = ""  # of checkpoints, one after every step
     late: int = -1  # a member that starts only when the others are at step 3; they wait for it at step 4
     goes_on: bool = False  # after an error of its own
+    device: str = "cpu"
 
 
 def train(member: int, script: Script) -> dict[str, Any]:
@@ -90,10 +91,10 @@ def train(member: int, script: Script) -> dict[str, Any]:
                 struck.append(fault)
                 fault.strike()
 
-    world = paceline.init()
+    world = paceline.init(device=script.device)
     if member == script.late:
         await_file(Path(script.folder, "at 3"))
-    net = Seen()
+    net = Seen().to(world.device)
     model = paceline.DistributedDataParallel(net, lanes=script.lanes, seed=5, transport=script.transport)
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params[:3], lr=0.05, foreach=False)
@@ -120,7 +121,8 @@ def train(member: int, script: Script) -> dict[str, Any]:
                 found = next(batches)
                 for microbatch in [found] if script.lanes is None else model.lanes(found, run.step):
                     at("forward")
-                    loss = functional.mse_loss(model(microbatch), torch.zeros(len(microbatch), 4))
+                    output = model(microbatch.to(world.device))
+                    loss = functional.mse_loss(output, torch.zeros_like(output))
                     loss.backward()
                 at("before the update")
                 with run.commit():
