@@ -1,6 +1,6 @@
 """The training that faults come to, in three ways. Run by `conduct.py`; all ways have the same model, data and steps.
 
-    elastic    paceline.Elastic: who survives goes on
+    elastic    paceline.Elastic: who survives goes on, and from the newest checkpoint if nobody does
     restart    paceline.DistributedDataParallel and Checkpointer: all ranks start again from the newest checkpoint
     torch      torch's DistributedDataParallel and torch.save: the same, as torch's documents have it
 
@@ -92,11 +92,12 @@ def ours(steps: int, folder: Path, workers: int, transport: str) -> None:
     paceline.shutdown()
 
 
-def elastic(steps: int, workers: int, transport: str) -> None:
+def elastic(steps: int, folder: Path, workers: int, transport: str) -> None:
     """Who survives goes on."""
     paceline.init(device="cpu")
     model, optimizer, loader = made(workers, transport)
-    run = paceline.Elastic(model=model, optimizer=optimizer, loader=loader)
+    checkpoints = paceline.Checkpointer(folder / "checkpoints", every_steps=SAVE_EVERY)
+    run = paceline.Elastic(model=model, optimizer=optimizer, loader=loader, checkpoints=checkpoints)
     batches = loader.endless()
     while run.step < steps:
         time.sleep(PAUSE_S)
@@ -106,9 +107,12 @@ def elastic(steps: int, workers: int, transport: str) -> None:
             with run.commit():
                 optimizer.step()
             optimizer.zero_grad()
+            if checkpoints.due(run.step):
+                checkpoints.save(run.step, **run.declared)
         told(paceline.get("rank"), run.step)
-    say("digest", paceline.digest(model, optimizer, run.step))
     run.finish()
+    say("digest", paceline.digest(model, optimizer, run.step))
+    checkpoints.wait()
     paceline.shutdown()
 
 
@@ -190,7 +194,7 @@ def main() -> None:
     if given.way == "torch":
         torchs(given.steps, given.folder, given.workers)
     elif given.way == "elastic":
-        elastic(given.steps, given.workers, given.transport)
+        elastic(given.steps, given.folder, given.workers, given.transport)
     else:
         ours(given.steps, given.folder, given.workers, given.transport)
 

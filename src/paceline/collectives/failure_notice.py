@@ -40,8 +40,14 @@ def notice_of(error: BaseException) -> str:
 
 def _post(pid: int) -> None:
     error = getattr(sys, "last_value", None)
-    # Whoever fails because of another one has nothing to say, and Ctrl-C is no failure.
-    if os.getpid() != pid or not isinstance(error, Exception) or isinstance(error, CollectiveError):
+    # Whoever fails because of another one has nothing to say, Ctrl-C is no failure, and an interactive session goes on
+    # after an error.
+    if (
+        os.getpid() != pid
+        or hasattr(sys, "ps1")
+        or not isinstance(error, Exception)
+        or isinstance(error, CollectiveError)
+    ):
         return
     notice = notice_of(error)
     for store, rank, own in own_states():
