@@ -281,7 +281,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory that others look at is filled after the step",
-        "replica/update_gathers.py",
+        "replica/update_gather.py",
         "            or self._others_look_at_memory()\n",
         "",
     ),
@@ -293,7 +293,7 @@ MUTANTS = [
     ),
     Mutant(
         "a backward through parameters from before the update runs",
-        "replica/update_gathers.py",
+        "replica/update_gather.py",
         "        torch.autograd.graph.increment_version(self.params)",
         "        _ = (self.params)",
     ),

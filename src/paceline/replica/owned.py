@@ -21,7 +21,8 @@ from paceline.placement import Ownership, cut_parameters
 from paceline.reducer.shard import Shard, flat_as, flat_of
 from paceline.replica.lane_norm import norm_in_lanes
 from paceline.replica.units import Units
-from paceline.replica.update_gathers import UpdateGather, UpdateGathers
+from paceline.replica.update_gather import UpdateGather
+from paceline.replica.update_gathers import UpdateGathers
 
 # Of parameters that are gathered at a time. Where ranks share memory it is little that waits for the others to read it.
 PIECE_BYTES, PIECE_BYTES_ON_HOST = 16 * MIB, 4 * MIB
