@@ -181,6 +181,16 @@ def test_a_killed_rank_is_named_and_the_run_ends_by_itself(quiet: Training, text
     assert training.steps() == list(range(1, 17))
 
 
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_a_killed_rank_is_outlived(quiet: Training, text: Path, start: Any) -> None:
+    """Rank 0 dies, and the other goes on with its state and its files."""
+    training = start("run", *QUICK, "--data", str(text), "--min-ranks", "1", "--fault", "kill rank=0 step=5")
+    assert training.ended() == 0, training.output()
+    assert training.result()["digest"] == quiet.result()["digest"]
+    assert training.result()["redone_steps"] == 0
+    assert training.steps() == list(range(1, 17))
+
+
 # A tracker runs in rank 0, between steps: it fails once, and in the first attempt flips one bit of a weight there.
 FLIPPING = """
 import gc, os, torch

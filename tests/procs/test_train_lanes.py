@@ -105,7 +105,7 @@ def poison(rank: int, size: int, out: str) -> None:
     resume(run)
     with torch.no_grad():
         run.net.norm.weight[0] = float("nan")
-    run.step += 1
+    run.resumed_at += 1
     save(run)
     run.checkpoints.wait()
 

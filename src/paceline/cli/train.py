@@ -53,6 +53,7 @@ def start(config: TrainConfig, faults: tuple[str, ...] = (), engine: str = "loca
     from paceline.cli.train_output import open_output, print_summary
     from paceline.faults.fault import asked_for
     from paceline.launch import Job, gpu_count, supervise
+    from paceline.launch.job import ElasticTerms
     from paceline.train.corpus import find_files
     from paceline.train.run_folder import RunFolder
     from paceline.train.trackers import check_installed
@@ -64,9 +65,13 @@ def start(config: TrainConfig, faults: tuple[str, ...] = (), engine: str = "loca
     config.check_ranks(ranks)
     config = config.settled(on_gpu=gpus > 0)
     folder = RunFolder.prepare(config)
+    elastic = None
+    if config.min_ranks:
+        elastic = ElasticTerms(minimum=config.min_ranks, maximum=ranks, spares=config.spares)
     job = Job(
         command=(sys.executable, "-m", "paceline.train", str(folder.path)),
         ranks=ranks,
+        elastic=elastic,
         run_dir=folder.path,
         max_restarts=config.max_restarts,
         final_codes=frozenset({2, NOT_FINITE_EXIT}),  # what a rank refuses it would refuse again

@@ -1,14 +1,15 @@
 """`Elastic`: what a script wraps its steps in, so that training outlives the ranks that it runs on."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.checkpoint import Checkpointer
+from paceline.checkpoint import Checkpointer, NoCheckpoint
 from paceline.collectives.checked import named_barrier
 from paceline.collectives.group import Group
 from paceline.collectives.wait import EventWork
@@ -68,10 +69,13 @@ class Elastic:
         scheduler: Any = None,
         loader: Any = None,
         checkpoints: Checkpointer | None = None,
+        begin: Callable[[], int | None] | None = None,
         backend: str | None = None,
         **more: Any,
     ) -> None:
-        """`backend`: of the process group of each generation; None: gloo, and NCCL for tensors on a CUDA device."""
+        """`begin` is called by all ranks together when none of them has a state, at the start and after all were torn:
+        it loads one and returns its step, or None. Left out, that is the newest of `checkpoints`. `backend` is that of
+        the process group of each generation; None: gloo, and NCCL for tensors on a CUDA device."""
         things = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, **more}
         self._declared = Declared({**things, "checkpoints": checkpoints})
         self._transaction = Transaction()
@@ -79,9 +83,11 @@ class Elastic:
         self._strangers = UndeclaredReplicas(self._declared.replicas)
         self._regroups = False  # members wait to join: this generation ends with the attempt
         self._apart = False  # an error of the script has ended this rank's part in its generation
+        if begin is None and checkpoints is not None:
+            begin = partial(_load_newest, checkpoints, self._declared)
         member = Member.own()
         self._generations = None if member is None else Generations(member, backend, self._declared.device)
-        self._joining = Joining(self._declared, self._transaction, self._before, checkpoints, self._generations)
+        self._joining = Joining(self._declared, self._transaction, self._before, begin, self._generations)
         self._group = self._joining.begin()
         self._updates = UpdateWatch(self._transaction, self._declared.optimizers)
 
@@ -230,3 +236,13 @@ class Commit:
     ) -> None:
         if error is None:
             self._run._end_commit()
+
+
+def _load_newest(checkpoints: Checkpointer, declared: Declared) -> int | None:
+    """The step of the newest checkpoint, which was loaded; None if there is none."""
+    try:
+        return checkpoints.load("compared", **declared.stateful).step
+    except NoCheckpoint as error:
+        if error.skipped:
+            raise
+        return None

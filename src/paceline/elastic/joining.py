@@ -2,10 +2,9 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.checkpoint import Checkpointer, NoCheckpoint
 from paceline.collectives.group import Group
 from paceline.elastic.before_attempt import BeforeAttempt
 from paceline.elastic.declared import Declared
@@ -31,13 +30,13 @@ class Joining:
         declared: Declared,
         transaction: Transaction,
         before: BeforeAttempt,
-        checkpoints: Checkpointer | None,
+        begin: Callable[[], int | None] | None,
         generations: Generations | None,
     ) -> None:
         self._declared = declared
         self._transaction = transaction
         self._before = before
-        self._checkpoints = checkpoints
+        self._begin = begin
         self._generations = generations
 
     def begin(self) -> Group | None:
@@ -114,17 +113,14 @@ class Joining:
         self._go_on(top.step)
 
     def _take_newest(self) -> bool:
-        """Go on from the newest checkpoint, if there is one. All ranks call it."""
-        if self._checkpoints is None:
+        """Go on from what was stored, if anything was. All ranks call it."""
+        if self._begin is None:
             return False
         self._transaction.tear()
-        try:
-            found = self._checkpoints.load("compared", **self._declared.stateful)
-        except NoCheckpoint as error:
-            if error.skipped:
-                raise
+        step = self._begin()
+        if step is None:
             return False
-        self._go_on(found.step)
+        self._go_on(step)
         return True
 
     def _go_on(self, step: int) -> None:

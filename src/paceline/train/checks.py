@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.member import in_elastic_job
 from paceline.memory_plan.closed_form import PlanSettings
 from paceline.memory_plan.measured import Peak
 from paceline.memory_plan.result import MemoryPlan
@@ -37,13 +38,13 @@ class Checks:
         self.planned: int | None = None
         self.difference: float | None = None
 
-    def after_step(self, config: TrainConfig, text: Text) -> None:
-        """All ranks call it after every step."""
+    def after_step(self, config: TrainConfig, text: Text, *, begun_together: bool) -> None:
+        """All ranks call it after every step. `begun_together`: no rank has come after others had begun."""
         self._steps += 1
-        if self._steps == SETTLED_AFTER:
+        if self._steps == SETTLED_AFTER and begun_together:
             self.measured = self._peak.nbytes() + self._net_bytes
             if self._world.rank == 0:
-                self.planned = memory_plan(config, text, self._world).total
+                self.planned = memory_plan(config, text, self._world, self._world.size).total
             if config.placement != "zero3":  # it takes copies of the whole model
                 self.difference = gradient_difference(self._net, samples_to_compare(text, self._world))
             report("checked", planned=self.planned, measured=self.measured, difference=self.difference)
@@ -63,12 +64,15 @@ def check_device(config: TrainConfig, text: Text, world: paceline.World) -> None
         there = int(torch.cuda.get_device_properties(world.device).total_memory)
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.local_size
-    plan = memory_plan(config, text, world, there)
+    ranks = world.local_size if in_elastic_job() else world.size  # before the first generation
+    plan = memory_plan(config, text, world, ranks, there)
     if plan.by_ranks[0].total_with_outside > PLAN_MAY_BE_OFF * there:
         plan.check_fits()
 
 
-def memory_plan(config: TrainConfig, text: Text, world: paceline.World, device_memory: int | None = None) -> MemoryPlan:
+def memory_plan(
+    config: TrainConfig, text: Text, world: paceline.World, ranks: int, device_memory: int | None = None
+) -> MemoryPlan:
     """The memory of one rank as `paceline plan` predicts it from the numbers of the model."""
     shape = config.shape
     with torch.device("meta"):
@@ -82,7 +86,7 @@ def memory_plan(config: TrainConfig, text: Text, world: paceline.World, device_m
         width=shape.width,
         heads=shape.heads,
         dtype=config.dtype,
-        ranks=(world.size,),
+        ranks=(ranks,),
         accumulate=config.accumulate,
         lanes=config.lanes or None,
         update="fused",

@@ -26,6 +26,14 @@ class TrainConfig:
     """One training run. The order here is the order of `--help` and of config.toml."""
 
     ranks: int = option(0, "processes; 0: one per GPU, or 2 on the CPU", low=0, high=4096, group="Ranks")
+    min_ranks: int = option(
+        0,
+        "ranks that are lost are replaced one by one, as long as so many are left; 0: all ranks start again",
+        low=0,
+        high=4096,
+        group="Failures",
+    )
+    spares: int = option(0, "with --min-ranks: processes more that wait to step in", low=0, high=4096, group="Failures")
     data: str = option("stdlib", "a text file, a folder, a glob, or `stdlib`: Python's own source files", group="Data")
     tokenizer: str = option("bytes", "bytes, or bpe (trained on the corpus)", choices=("bytes", "bpe"), group="Data")
     vocabulary: int = option(4096, "size of the bpe vocabulary", low=257, high=1_000_000, group="Data")
@@ -132,7 +140,8 @@ class TrainConfig:
         {
             *("ranks", "steps", "decay_steps", "eval_every", "eval_samples", "sample", "save_every", "save_seconds"),
             *("keep", "resume", "transport", "device", "threads", "audit", "trackers", "check_every", "on_drift"),
-            *("audit_every", "max_restarts", "out", "compile", "placement", "shard"),
+            *("audit_every", "max_restarts", "out", "compile", "placement", "shard", "min_ranks"),
+            "spares",
         }
     )
 
@@ -175,6 +184,13 @@ class TrainConfig:
         if self.shard and ranks % self.shard:
             possible = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
             raise ConfigError(f"shard={self.shard} does not divide {ranks} ranks; expected 0 or one of {possible}")
+        if self.min_ranks > ranks:
+            raise ConfigError(f"min_ranks={self.min_ranks}: expected at most the {ranks} ranks of this run")
+        if self.min_ranks and self.placement != "ddp":
+            raise ConfigError(
+                f"min_ranks={self.min_ranks} and placement={self.placement!r}: what one rank alone holds would be gone "
+                f"with it; expected placement='ddp', or min_ranks=0"
+            )
         if self.lanes and ranks > self.lanes:
             raise ConfigError(
                 f"{ranks} ranks and lanes={self.lanes}: expected at least one lane per rank; use more --lanes or fewer "

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,13 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
     text = prepare(config, folder.path)
     check_device(config, text, world)
     run = build_run(config, folder, world, text)
-    resume(run)
+    run.elastic = paceline.Elastic(
+        model=run.model,
+        optimizer=run.optimizer,
+        loader=run.loader,
+        checkpoints=run.checkpoints,
+        begin=partial(begin, run),
+    )
     began = time.monotonic()
     with paceline.Preemption() as preemption:
         try:
@@ -54,6 +61,7 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
             run.checkpoints.wait()
             saved = f"{error}. Step {run.step} is saved in {folder.checkpoints}"
             raise NotFiniteGradients(saved, ranks=error.ranks) from error
+    run.elastic.finish()
     run.checkpoints.wait()
     close_run(run, ended, time.monotonic() - began)
     run.metrics.close()
@@ -62,39 +70,61 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
 
 def train(run: Run, preemption: "paceline.Preemption") -> str:
     """Step until the end, or until some rank is asked to stop. Returns "finished" or "stopped"."""
+    assert run.elastic is not None
+    batches, asked, generation = run.loader.endless(), {"stop": False, "save": False}, None
+    while run.step < run.config.steps and not asked["stop"]:
+        if run.elastic.generation != generation:
+            generation = run.elastic.generation
+            run.metrics.open()
+        with run.elastic.attempt():  # a rank that is lost in here ends it, and the loop goes on from run.step
+            asked = one_step(run, batches, preemption)
+    save_last(run)
+    return "stopped" if asked["stop"] else "finished"
+
+
+def one_step(run: Run, batches: Iterator[Any], preemption: "paceline.Preemption") -> dict[str, bool]:
+    """One step, with all that is due after it. Returns what ranks were asked for."""
     config = run.config
-    batches = run.loader.endless()
-    while run.step < config.steps:
-        began = run.metrics.begin_step()
-        own_progress().note(Phase.DATA, run.step)
-        lanes = next_microbatches(batches, run)
-        data_s = time.perf_counter() - began
+    began = run.metrics.begin_step()
+    own_progress().note(Phase.DATA, run.step)
+    lanes = next_microbatches(batches, run)
+    data_s = time.perf_counter() - began
 
-        asked = take_signals(preemption)
-        run.model.vote(stop=asked["stop"], save=asked["save"])
-        losses, norm = train_step(run, lanes)
-        run.loader.commit(step=run.step)
-        if run.world.size > 1:  # by any rank, in the same step on each; a step later where a GPU runs behind its host
-            asked = run.model.votes
+    asked = take_signals(preemption)
+    run.model.vote(stop=asked["stop"], save=asked["save"])
+    losses, norm = train_step(run, lanes)
+    if run.world.size > 1:  # by any rank, in the same step on each; a step later where a GPU runs behind its host
+        asked = {name: bool(ranks) for name, ranks in run.model.votes.items()}
 
-        own_tokens = sum(tokens.numel() for microbatches in lanes for tokens, _ in microbatches)
-        run.metrics.end_step(UnreadStep(run.step, rate_at(run.step - 1, config), losses, norm, data_s, own_tokens))
-        saves = asked["stop"] or asked["save"] or run.checkpoints.due(run.step)
-        # Also when it stops here: a run that resumes begins with the step after.
-        evaluates = bool(config.eval_every) and run.step % config.eval_every == 0 and run.step < config.steps
-        if saves or evaluates or run.step == config.steps or run.metrics.due(run.step):
-            run.metrics.read()
-        run.checks.after_step(config, run.text)
-        if saves:
-            save(run)
-        if evaluates:
-            loss = held_out_loss(run)
-            run.metrics.held_out(run.step, loss, loss / run.text.bytes_per_token)
-        if asked["stop"]:
-            return "stopped"
-    if run.saved_at != run.step:
+    own_tokens = sum(tokens.numel() for microbatches in lanes for tokens, _ in microbatches)
+    run.metrics.end_step(UnreadStep(run.step, rate_at(run.step - 1, config), losses, norm, data_s, own_tokens))
+    saves = asked["stop"] or asked["save"] or run.checkpoints.due(run.step)
+    # Also when it stops here: a run that resumes begins with the step after.
+    evaluates = bool(config.eval_every) and run.step % config.eval_every == 0 and run.step < config.steps
+    if saves or evaluates or run.step == config.steps or run.metrics.due(run.step):
+        run.metrics.read()
+    assert run.elastic is not None
+    run.checks.after_step(config, run.text, begun_together=run.elastic.generation <= 0)
+    if saves:
         save(run)
-    return "finished"
+    if evaluates:
+        loss = held_out_loss(run)
+        run.metrics.held_out(run.step, loss, loss / run.text.bytes_per_token)
+    return asked
+
+
+def save_last(run: Run) -> None:
+    """Save the last step, unless all ranks have: one that is new does not know."""
+    assert run.elastic is not None
+    saved = False
+    while not saved:
+        with run.elastic.attempt():
+            newest = torch.tensor(-1 if run.saved_at is None else run.saved_at, device="cpu")
+            if run.world.size > 1:
+                paceline.all_reduce(newest, "min")
+            if int(newest) != run.step:
+                save(run)
+            saved = True
 
 
 def next_microbatches(batches: Iterator[Any], run: Run) -> list[list[Sample]]:
@@ -119,9 +149,10 @@ def train_step(run: Run, lanes: list[list[Sample]]) -> tuple[torch.Tensor, torch
             torch.manual_seed(paceline.randomness.mixed(config.seed, run.step, run.world.rank))
         losses = [forward_backward(run, microbatches) for microbatches in lanes]
     norm = run.model.clip_grad_norm_(config.clip or float("inf"))
-    run.optimizer.step()
+    assert run.elastic is not None
+    with run.elastic.commit():
+        run.optimizer.step()
     run.optimizer.zero_grad()
-    run.step += 1
     return torch.stack(losses), norm
 
 
@@ -178,11 +209,6 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
             about={"train": asdict(config)},
         ),
     )
-    parameters = sum(param.numel() for param in net.parameters())
-    where = {"ranks": world.size, "lanes": config.lanes, "placement": config.placement, "shard": config.shard}
-    where |= {"device": str(world.device), "samples": config.samples_of_step(world.size)}
-    where["context"] = config.shape.context
-    report("ready", **where, parameters=parameters, source=text.source)
     return Run(
         config=config,
         folder=folder,
@@ -209,3 +235,14 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
         metrics=RunMetrics(config, folder, world, model),
         checks=checks,
     )
+
+
+def begin(run: Run) -> int | None:
+    """All ranks have met, and none has trained: load a checkpoint if there is one. Returns its step."""
+    config, world = run.config, run.world
+    parameters = sum(param.numel() for param in run.net.parameters())
+    where = {"ranks": world.size, "lanes": config.lanes, "placement": config.placement, "shard": config.shard}
+    where |= {"device": str(world.device), "samples": config.samples_of_step(world.size)}
+    where["context"] = config.shape.context
+    report("ready", **where, parameters=parameters, source=run.text.source)
+    return resume(run)

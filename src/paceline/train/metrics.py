@@ -38,16 +38,16 @@ class UnreadStep:
 
 
 class RunMetrics:
-    """All ranks have one: each reports to the launcher, and rank 0 writes the files."""
+    """All ranks have one: each reports to the launcher, and whoever is rank 0 writes the files."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, world: paceline.World, model: Any) -> None:
         self._config = config
         self._world = world
         self._model = model
-        self._writes = world.rank == 0
+        self._folder = folder
         self._path = folder.metrics_file
         self._file: TextIO | None = None  # opened by the first line: a run that resumes replaces the file before it
-        self._trackers = open_trackers(config, folder.path) if self._writes else Trackers({})
+        self._trackers: Trackers | None = None
         self._unread: list[UnreadStep] = []
         self._read_at = 0.0
         self.seconds: list[float] = []
@@ -61,6 +61,12 @@ class RunMetrics:
         if not self._unread:
             self._read_at = now
         return now
+
+    def open(self) -> None:
+        """The world has formed, anew perhaps: steps that were not read before are not read by all ranks any more."""
+        self._unread.clear()
+        if self._trackers is None and self._world.rank == 0:
+            self._trackers = open_trackers(self._config, self._folder.path)
 
     def end_step(self, step: UnreadStep) -> None:
         self._unread.append(step)
@@ -125,7 +131,7 @@ class RunMetrics:
         self._write({"step": step, "held_out": loss, "held_out_per_byte": loss_per_byte})
 
     def _write(self, line: dict[str, float]) -> None:
-        if not self._writes:
+        if self._world.rank != 0:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in line.items()}  # JSON has no NaN
         try:
@@ -135,9 +141,11 @@ class RunMetrics:
             self._file.flush()
         except OSError as error:  # such as a full disk: the training is worth more than its metrics
             report("trouble", text=f"step {line['step']}: {self._path.name} cannot be written: {error.strerror}")
-        self._trackers.log({name: value for name, value in line.items() if name != "step"}, int(line["step"]))
+        if self._trackers is not None:
+            self._trackers.log({name: value for name, value in line.items() if name != "step"}, int(line["step"]))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        self._trackers.close()
+        if self._trackers is not None:
+            self._trackers.close()

@@ -97,7 +97,7 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(
             ("gradient check", f"largest gradient difference from one process {result['gradient_difference']:.1e}")
         )
-    if result["memory_measured"]:
+    if result["memory_measured"] and result["memory_planned"]:  # rank 0 plans, and may be another one at the end
         planned, measured = result["memory_planned"], result["memory_measured"]
         off = f"the plan is {planned / measured - 1:+.0%}"
         lines.append(("memory of a rank", f"{_mib(planned)} planned, {_mib(measured)} measured: {off}"))

@@ -21,7 +21,7 @@ from paceline.train.samples import Text
 
 @dataclass
 class Run:
-    """One rank of one run. `step` and what follows it change; the rest changes inside."""
+    """One rank of one run. What has a value here changes; the rest changes inside."""
 
     config: TrainConfig
     folder: RunFolder
@@ -34,10 +34,16 @@ class Run:
     checkpoints: paceline.Checkpointer
     metrics: RunMetrics
     checks: Checks
-    step: int = 0
+    elastic: "paceline.Elastic | None" = None  # when all else is there
+    resumed_at: int = 0
     saved_at: int | None = None
     resumed_from: int | None = None
     redone: int = 0  # steps that an earlier attempt had made after the checkpoint
+
+    @property
+    def step(self) -> int:
+        """How many steps were made."""
+        return self.resumed_at if self.elastic is None else self.elastic.step
 
     @property
     def device(self) -> torch.device:
@@ -64,13 +70,14 @@ def save(run: Run) -> None:
     report("saved", step=run.step, blocked_s=saved.blocked_s, problem=str(saved.problem) if saved.problem else "")
 
 
-def resume(run: Run) -> None:
-    """Load the newest checkpoint that ranks have compared, or the one that was asked for, if there is one."""
+def resume(run: Run) -> int | None:
+    """Load the newest checkpoint that ranks have compared, or the one that was asked for, if there is one. All ranks
+    call it. Returns its step."""
     config = run.config
     # --resume is for the first attempt; a restart goes on from what this run has saved.
     asked = "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else config.resume
     if asked == "never":
-        return
+        return None
     wanted = "compared" if asked == "auto" else _checkpoints_in(Path(asked))
     try:
         found = run.checkpoints.load(wanted, model=run.model, optimizer=run.optimizer, loader=run.loader)
@@ -78,17 +85,18 @@ def resume(run: Run) -> None:
         if error.skipped or asked != "auto":
             raise
         _forget_after(run, 0)
-        return
+        return None
     if found.more["tokenizer"] != run.text.tokenizer.digest():
         raise UsageError(
             f"the checkpoint of step {found.step} was made with another tokenizer than tokenizer={config.tokenizer!r} "
             f"makes now; resume with the tokenizer and the data of that run"
         )
-    run.step = run.saved_at = run.resumed_from = found.step
+    run.resumed_at = run.saved_at = run.resumed_from = found.step
     _forget_after(run, found.step)
     skipped = [str(one) for one in found.skipped]
     jump = jump_at(found.step, run.optimizer, config) if found.step < config.steps else None
     report("resumed", step=found.step, redone=run.redone, skipped=skipped, jump=jump)
+    return found.step
 
 
 def _checkpoints_in(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """The corpus as samples of tokens: bytes as they are, or a byte-level BPE trained on the corpus."""
 
+import fcntl
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-import paceline
 from paceline.errors import UsageError
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import Corpus, CorpusError, read_corpus
@@ -124,7 +124,7 @@ class Text:
 
 
 def prepare(config: TrainConfig, folder: Path) -> Text:
-    """Read and encode the corpus. All ranks call it; a BPE is trained by rank 0 and kept in `folder`."""
+    """Read and encode the corpus. A BPE is trained by the first rank that needs it, and kept in `folder`."""
     corpus = read_corpus(config.data)
     tokenizer = _tokenizer(config, corpus, folder)
     train, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
@@ -142,9 +142,10 @@ def _tokenizer(config: TrainConfig, corpus: Corpus, folder: Path) -> Tokenizer:
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     file = folder / "tokenizer.json"
-    if paceline.get("rank") == 0 and not file.exists():
-        part = file.with_suffix(".part")
-        BPETokenizer.trained(corpus.train, config.vocabulary).save(part)
-        part.replace(file)
-    paceline.barrier()
+    with (folder / ".tokenizer.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks may not have met yet
+        if not file.exists():
+            part = file.with_suffix(".part")
+            BPETokenizer.trained(corpus.train, config.vocabulary).save(part)
+            part.replace(file)
     return BPETokenizer.loaded(file)
