@@ -31,15 +31,16 @@ def ports_of(pids: Iterable[int]) -> set[int]:
     return found
 
 
-def sever_connections(peer_ports: Collection[int]) -> int:
-    """Shut down connections to processes on this machine whose port is one of `peer_ports`. Returns how many."""
+def sever_connections(peer_ports: Collection[int], peer_addresses: Collection[str] = ()) -> int:
+    """Shut down connections to processes on this machine whose port is one of `peer_ports`, and all to the machines at
+    `peer_addresses`, whose processes cannot be asked for their ports. Returns how many."""
     found = 0
-    for connection in _tcp_sockets() if peer_ports else ():
+    for connection in _tcp_sockets() if peer_ports or peer_addresses else ():
         try:
             here, there = connection.getsockname(), connection.getpeername()
         except OSError:  # it listens, or has ended
             continue
-        if there[0] == here[0] and there[1] in peer_ports:
+        if (there[0] == here[0] and there[1] in peer_ports) or there[0].removeprefix("::ffff:") in peer_addresses:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
                 found += 1

@@ -175,7 +175,9 @@ def test_a_job_looks_as_on_one_machine(launch: Callable[..., Launcher], tmp_path
 
 def test_a_job_waits_for_room_and_says_so(launch: Callable[..., Launcher], tmp_path: Path) -> None:
     job = launch("-n", "3", "--no-python", "true")
-    job.await_text(r"ranks 0-2 wait for room in the Ray cluster: each of them needs 1 CPU, and 2 CPUs are free on 3 ")
+    job.await_text(
+        r"ranks 0-2 wait for room in the Ray cluster: each of them needs 1 CPU; its 3 machines have 2 CPUs free"
+    )
     job.process.send_signal(signal.SIGINT)
     assert job.end() == 130
 

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from paceline.collectives.group import CallLog
 from paceline.collectives.store_call import StoreCall
+from paceline.rank_report import STORE_HOST_NAME
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,15 @@ class Identity:
     hostname: str
     pid: int
     started: str  # kernel ticks since boot: a process number alone is soon used again
+    address: str = ""  # of its machine, where the launcher has placed ranks on several
 
     @classmethod
     def own(cls) -> "Identity":
         hostname, pid = socket.gethostname(), os.getpid()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink()
-        return cls(f"{boot} {hostname} {namespace}", hostname, pid, _stat(pid)[1])
+        address = os.environ.get(STORE_HOST_NAME, "")
+        return cls(f"{boot} {hostname} {namespace}", hostname, pid, _stat(pid)[1], address)
 
     def state(self) -> str:
         """Of a process on this host: "alive", "stopped" or "dead"."""

@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,16 +29,10 @@ def connected(slots: int) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    address = os.environ.get("RAY_ADDRESS") or _started_here()
+    address = choose_address(os.environ)
     with _usage_unreported():
-        if address and address != "local":
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            except ConnectionError as error:
-                raise UsageError(
-                    f"no Ray cluster answers at RAY_ADDRESS={address}: start one with `ray start --head`, or unset "
-                    f"RAY_ADDRESS to use this machine alone"
-                ) from error
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
             ray.init(
                 address="local",
@@ -55,18 +49,45 @@ def connected(slots: int) -> Iterator[bool]:
         ray.shutdown()
 
 
-def _started_here() -> str:
-    """The address of a cluster that `ray start` has begun on this machine; empty when none answers.
+def choose_address(environ: Mapping[str, str]) -> str:
+    """The address of the cluster to use; empty for a new one. Raises `UsageError` if there is none where one should be.
 
-    Ray keeps it in a file, and looks for a cluster that is gone for a minute.
+    Asked by itself, Ray looks for a minute for a cluster that is gone.
     """
+    asked = environ.get("RAY_ADDRESS", "")
+    if asked.startswith("ray://"):
+        raise UsageError(
+            f"RAY_ADDRESS={asked} is that of a Ray client, and the launcher has to be in the cluster: run it there, "
+            f"for instance with `ray job submit`"
+        )
+    if asked == "local":
+        return ""
+    named = asked if asked not in ("", "auto") else _noted_address(environ)
+    if named and _answers(named):
+        return named
+    if asked:
+        raise UsageError(
+            f"no Ray cluster answers at RAY_ADDRESS={asked}: start one with `ray start --head`, or unset RAY_ADDRESS "
+            f"to use this machine alone"
+        )
+    return ""
+
+
+def _noted_address(environ: Mapping[str, str]) -> str:
+    """Where `ray start` has noted the cluster of this machine."""
     try:
-        address = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").read_text().strip()
-        host, _, port = address.rpartition(":")
+        return Path(environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, ValueError):
-        return ""
-    return address
+        return False
+    return True
 
 
 @contextmanager

@@ -78,6 +78,6 @@ def describe_wait(slots: Collection[int], needs: Needs, named: str) -> str:
     nodes = len([node for node in ray.nodes() if node["Alive"]])
     each = "it needs" if len(slots) == 1 else "each of them needs"
     return (
-        f"{named} wait{'s' * (len(slots) == 1)} for room in the Ray cluster: {each} {needs}, and {there} "
-        f"are free on {nodes} machine{'s' * (nodes != 1)}"
+        f"{named} wait{'s' * (len(slots) == 1)} for room in the Ray cluster: {each} {needs}; its {nodes} "
+        f"machine{'s have' if nodes != 1 else ' has'} {there} free"
     )

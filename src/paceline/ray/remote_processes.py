@@ -38,7 +38,7 @@ TICK_MS = 100
 # An agent that does not answer for so many beats is given up.
 BEATS = 3
 # It is said what the job waits for after this long; those that must be there together are given up after ROOM_S.
-SAY_AFTER_S = 5.0
+SAY_AFTER_S = 10.0
 ROOM_S = 600.0
 RETRY_S = 1.0
 CREATION = "creation task"  # in Ray's words for an actor whose constructor failed
@@ -245,9 +245,10 @@ class RemoteProcesses:
                 self._happened(slot, agent, event)
 
     def _failed(self, slot: _Slot, agent: RemoteAgent, error: RayError) -> None:
-        why = _first_line(error)
-        if agent.place is not None or CREATION in str(error):
-            self._lose(slot, agent, why)
+        if agent.place is not None:
+            self._lose(slot, agent, f"Ray says {type(error).__name__}")
+        elif CREATION in str(error):
+            self._lose(slot, agent, f"its agent failed: {_last_line(error)}")
         elif slot.wanted is not None:
             # Its place is on a machine that has just died. Ray will move it there where there is room.
             slot.agent = None
@@ -327,6 +328,5 @@ def _own_folder() -> str:
     return "" if shipped else str(Path.cwd())
 
 
-def _first_line(error: RayError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+def _last_line(error: RayError) -> str:
+    return [line.strip() for line in str(error).splitlines() if line.strip()][-1]

@@ -108,7 +108,9 @@ def leave_generation(others: Iterable[Identity]) -> None:
     """Leave the default group, which may be broken. `others`: the processes that were in it. What is left between them
     and this one is severed: nothing can wait for a rank that comes no more, and gloo lets go of its memory."""
     here = Identity.own().host
-    sever_connections(ports_of(other.pid for other in others if other.host == here and other.state() != "dead"))
+    elsewhere = {other.address for other in others if other.host != here and other.address}
+    ports = ports_of(other.pid for other in others if other.host == here and other.state() != "dead")
+    sever_connections(ports, elsewhere)
     leave_group()
 
 
