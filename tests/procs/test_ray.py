@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,7 @@ class Cluster:
 class Launcher:
     """A running `paceline run`."""
 
-    def __init__(self, process: "subprocess.Popen[str]", output: Path) -> None:
+    def __init__(self, process: "subprocess.Popen[Any]", output: Path) -> None:
         self.process = process
         self._output = output
 
@@ -85,6 +86,10 @@ class Launcher:
 
     def end(self) -> int:
         return self.process.wait(PATIENCE_S)
+
+
+def environment(cluster: Cluster) -> dict[str, str]:
+    return {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT / "src")}
 
 
 def tree(root: int) -> list[int]:
@@ -143,7 +148,7 @@ def launch(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Launcher]
                 stderr=stream,
                 text=True,
                 cwd=tmp_path,
-                env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT / "src")},
+                env=environment(cluster),
             )
         started.append(process)
         return Launcher(process, output)

@@ -34,6 +34,13 @@ def raised(rank: int, message: str, *, at: float = 0.0, frames: int = 2, line: i
     )
 
 
+def test_a_rank_that_was_lost_with_its_machine_is_named_so() -> None:
+    lost = "its machine 10.0.0.7: no answer for 3.1 s"
+    failure = root_cause([End(1, 2.0, killed_by=signal.SIGKILL, lost=lost), raised(0, "PeerLost: rank 1", at=1.0)])
+    assert failure is not None
+    assert (failure.summary, failure.exit_code) == (f"rank 1 was lost with {lost}", 137)
+
+
 def test_no_failure() -> None:
     assert root_cause([End(0, 0.0), End(1, 1.0, killed_by=signal.SIGTERM, asked=True)]) is None
 
