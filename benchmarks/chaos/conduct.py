@@ -172,6 +172,7 @@ def _read_off(case: Case, lines: list[tuple[float, str]], at: float | None) -> S
             if at is not None and when > at and seen.back_s is None and number > last:
                 seen.back_s = when - at
             last = max(last, number)
+        line = re.sub(r"local_rank: (\d+)", r"rank \1 exited", line)  # as torchrun says it
         told = case.named and "injected fault" not in line and re.search(case.named, line)
         if at is not None and when >= at and seen.named_s is None and told:
             seen.named_s, seen.said = when - at, line[:300]
