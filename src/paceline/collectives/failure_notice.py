@@ -59,11 +59,11 @@ def _post(pid: int) -> None:
 
 
 def _have_read(board: PeerBoard, rank: int) -> bool:
-    """Post, and look whether all others know. Also where there is no point in waiting any longer."""
+    """Post, and look whether all others know or fail themselves. True also where there is no point in waiting on."""
     call = StoreCall(lambda _: board.exchange())
     try:
         if not call.wait(POST_S):
             return True
     except RuntimeError:  # the store is gone, and nobody is left to read
         return True
-    return all(rank in record.blames or record.ended for record in call.result().values())
+    return all(rank in record.blames or record.ended or record.failed for record in call.result().values())
