@@ -188,6 +188,7 @@ def test_a_killed_rank_is_outlived(quiet: Training, text: Path, start: Any) -> N
     assert training.ended() == 0, training.output()
     assert training.result()["digest"] == quiet.result()["digest"]
     assert training.result()["redone_steps"] == 0
+    assert "rank 0 was killed by SIGKILL (at step 5)" in training.output()
     assert training.steps() == list(range(1, 17))
 
 

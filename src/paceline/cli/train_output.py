@@ -14,7 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from paceline.cli.elastic_lines import ElasticLines
 from paceline.launch import Fold, JobFailure, JobOutcome, Listener, spans
+from paceline.launch.elastic_actions import Formed, Loss
 from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_report import facts
@@ -35,7 +37,9 @@ class TrainOutput(Listener):
         self._live: Live | None = None
         self._fold = Fold[str](lambda ranks, text: self._print(f"[{spans(ranks)}] {text}"), ranks)
         self._losses: list[float] = []
-        self._of_rank: list[dict[str, Any]] = [{} for _ in range(ranks)]
+        self._of_rank: list[dict[str, Any]] = [{} for _ in range(ranks + config.spares)]
+        self._leader: int | None = 0  # whose reports are shown; of equals, another one's when it is lost
+        self._elastic = ElasticLines()
         self._step = self._first_step = 0
         self._first_step_at = 0.0
         self._shown_at = 0.0
@@ -55,12 +59,23 @@ class TrainOutput(Listener):
     def note(self, text: str) -> None:
         self._print(text)
 
+    def lost(self, loss: Loss) -> None:
+        self._print(self._elastic.lost(loss))
+        self._of_rank[loss.slot] = {}
+        if loss.slot == self._leader:
+            self._leader = None
+
+    def formed(self, formed: Formed) -> None:
+        self._print(self._elastic.formed(formed))
+
     def reported(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
+        if self._leader is None and kind == "step":
+            self._leader = rank
         if kind == "step":
             self._stepped(rank, fields)
         elif kind == "refused":
             self._refused = fields["text"]
-        elif rank != 0:
+        elif rank != self._leader:
             return
         elif kind == "ready":
             lanes = f", {fields['lanes']} lanes" if fields["lanes"] else ""
@@ -70,7 +85,7 @@ class TrainOutput(Listener):
             self._note = f"{fields['parameters'] / 1e6:.2f} M parameters, {where}"
             self._print(f"{self._note}; {fields['source']}")
             self._print(f"run: {self._folder.path}")
-        elif kind == "checked":
+        elif kind == "checked" and fields["planned"] is not None:
             planned, measured = fields["planned"] / 2**20, fields["measured"] / 2**20
             off = f"the plan is {planned / measured - 1:+.0%}"
             self._print(f"memory of a rank: {planned:,.0f} MiB planned, {measured:,.0f} MiB measured: {off}")
@@ -88,6 +103,7 @@ class TrainOutput(Listener):
     def restarting(self, attempt: int, failure: JobFailure) -> None:
         self._print(f"restart {attempt} of {self._config.max_restarts}: {failure}")
         self._of_rank = [{} for _ in self._of_rank]
+        self._leader = 0
 
     def tick(self) -> None:
         self._fold.flush(time.monotonic())
@@ -98,7 +114,7 @@ class TrainOutput(Listener):
 
     def _stepped(self, rank: int, fields: dict[str, Any]) -> None:
         self._of_rank[rank] = fields
-        if rank != 0:
+        if rank != self._leader:
             return
         self._step = fields["step"]
         self._losses.append(fields["loss"])
