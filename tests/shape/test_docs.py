@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,15 +62,18 @@ print(json.dumps(codes))
 
 
 @pytest.fixture(scope="module")
-def blocks_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """Of one document: a folder with one for each block, and the exit codes."""
+def run_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[int]]]:
+    """Runs the blocks of a document, once: a folder with one for each block, and the exit codes."""
+    return cache(lambda document: run_in(tmp_path_factory.mktemp("documents"), document))
+
+
+def run_in(folder: Path, document: str) -> tuple[Path, list[int]]:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environ = {name: value for name, value in os.environ.items() if name not in launcher}
     environ |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    folder = tmp_path_factory.mktemp("documents")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUN_BLOCKS],
-        input=json.dumps(python_blocks(request.param)),
+        input=json.dumps(python_blocks(document)),
         cwd=folder,
         env=environ,
         capture_output=True,
@@ -80,12 +85,13 @@ def blocks_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(
-    ("blocks_run", "number"),
+    ("document", "number"),
     [(document, number) for document in ("README.md", *PAGES) for number in range(len(python_blocks(document)))],
-    indirect=["blocks_run"],
 )
-def test_a_python_block_of_the_documents_runs(number: int, blocks_run: tuple[Path, list[int]]) -> None:
-    folder, codes = blocks_run
+def test_a_python_block_of_the_documents_runs(
+    document: str, number: int, run_blocks: Callable[[str], tuple[Path, list[int]]]
+) -> None:
+    folder, codes = run_blocks(document)
     assert codes[number] == 0, (folder / str(number) / "output").read_text()
 
 
