@@ -147,6 +147,28 @@ def move_to_a_larger_group(rank: int, size: int, name: str) -> bytes:
     return packed(grads(model))
 
 
+def take_a_hook_along(rank: int, size: int) -> int:
+    """A replica that was alone until now keeps its user's hook."""
+    calls: list[int] = []
+
+    def double(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        calls.append(bucket.index())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer() * 2)
+        return done
+
+    alone = [dist.new_group([one]) for one in range(size)][rank]
+    model = DDP(mlp(16, 4), process_group=alone)
+    model.register_comm_hook(None, double)
+    model._update_process_group(dist.group.WORLD)
+    model(draw(rank, 4, 16)).square().mean().backward()
+    return len(calls)
+
+
+def test_a_communication_hook_holds_in_another_group(procs: Pool) -> None:
+    assert min(procs(2).run(take_a_hook_along)) > 0
+
+
 def in_a_new_replica(rank: int, size: int, name: str) -> bytes:
     model = DDP(mlp(16, 32, 16, 4), reduction=reduction_of(name))
     for step in range(5):

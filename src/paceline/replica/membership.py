@@ -22,6 +22,7 @@ from paceline.collectives.choose import choose
 from paceline.collectives.group import Group
 from paceline.collectives.local import LocalTransport
 from paceline.collectives.protocols import Transport
+from paceline.collectives.reduction_protocol import forget_other_ranks
 from paceline.collectives.subgroup import ShardGroups
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import UsageError
@@ -32,6 +33,7 @@ from paceline.replica import arguments, start_equal
 from paceline.replica.assembly import reduction_of
 from paceline.replica.live import all_replicas
 from paceline.replica.monitor import ReplicaMonitor
+from paceline.strategies.comm_hook import CommHook
 
 
 def outlive_group() -> int:
@@ -123,13 +125,25 @@ def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:
     if compares:
         start_equal.check_same_model(replica, "broadcast")
     if was_single != group.single:  # what a replica is made of depends on whether there are others
-        replica._closing()
-        replica._build()
+        _build_anew(replica)
         return
     core.follow_group(reduction_of(replica) if core.batch.has_lanes else core.schedule.reduction)
     replica._gate.begin_anew()
     if isinstance(core.schedule.observer, ReplicaMonitor):
         core.schedule.observer.begin_anew()
+
+
+def _build_anew(replica: Any) -> None:
+    """Make the parts of a replica for the group that it has now. What its user has set goes on to hold."""
+    before = replica._core
+    forget_other_ranks(before.schedule.reduction)
+    replica._closing()
+    replica._build()
+    replica._core.sync_on = before.sync_on
+    if isinstance(before.schedule.reduction, CommHook):
+        replica._core.schedule.reduction = before.schedule.reduction
+        if replica._core.schedule.observer is not None:
+            replica._core.schedule.observer.stop_comparing()
 
 
 def discard(replica: Any) -> None:
