@@ -1,4 +1,4 @@
-"""How the ranks of a generation leave it together: the wish travels in the step report, so all read it in one step."""
+"""How the ranks of a generation leave it together: the request travels in the step report, so all read it at once."""
 
 from collections.abc import Sequence
 from typing import Any
