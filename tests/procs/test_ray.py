@@ -208,7 +208,7 @@ def test_nodes_die_freeze_and_come(launch: Callable[..., Launcher], cluster: Clu
     killed = tree(cluster.nodes.pop(0))
     at = len(job.text)
     send(signal.SIGKILL, killed)
-    job.await_text(r"rank \d was lost with its machine", at)
+    job.await_text(r"rank \d( \(slot \d\))? was lost with its machine", at)
     job.await_text(r"step \d+ of 1", at)
     at = len(job.text)
     cluster.add()
@@ -217,7 +217,7 @@ def test_nodes_die_freeze_and_come(launch: Callable[..., Launcher], cluster: Clu
     at = len(job.text)
     send(signal.SIGSTOP, frozen)
     try:
-        job.await_text(r"rank \d was lost with its machine .*: no answer for", at)
+        job.await_text(r"rank \d( \(slot \d\))? was lost with its machine .*: no answer for", at)
         job.await_text(r"step \d+ of 1", at)
         at = len(job.text)
         cluster.add()
