@@ -34,8 +34,18 @@ net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
 model = paceline.DistributedDataParallel(net, lanes=12, seed=5)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 run = paceline.Elastic(model=model, optimizer=optimizer)
-target, left = float(sys.argv[1]), 3  # steps of the full world after the fault
-while run.step < int(sys.argv[2]) and left:
+
+
+def ends():
+    # Three steps after the world was full again: all ranks enter that generation at one step, so they agree.
+    global last
+    if run.generation > 0 and paceline.get("ws") == int(sys.argv[3]):
+        last = min(last, run.step + 3)
+
+
+target, last = float(sys.argv[1]), int(sys.argv[2])
+ends()
+while run.step < last:
     begun = time.monotonic()
     with run.attempt():
         for microbatch in model.lanes([torch.ones(4, 256) for _ in model.own_lanes], run.step):
@@ -45,7 +55,7 @@ while run.step < int(sys.argv[2]) and left:
         optimizer.zero_grad()
     time.sleep(max(0.0, target - (time.monotonic() - begun)))
     report("committed", step=run.step)
-    left -= run.generation > 0 and paceline.get("ws") == int(sys.argv[3])
+    ends()
 run.finish()
 """
 
