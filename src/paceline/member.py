@@ -14,11 +14,11 @@ from typing import ClassVar
 from paceline.errors import IllegalMove, PeerLost, WorldNotFormed
 from paceline.member_messages import (
     NEVER,
-    Ended,
     Finished,
     FromLauncher,
     FromMember,
     Generation,
+    MemberLeft,
     Refused,
     Regroup,
     StoreAt,
@@ -60,11 +60,11 @@ class Member:
         self._heard = threading.Condition()  # guards all below
         self._generation: Generation | None = None
         self._stores: dict[int, tuple[str, int]] = {}
-        self._ended: list[Ended] = []
+        self._ended: list[MemberLeft] = []
         self._regroup = NEVER
         self._finished = False
         self._refused = ""
-        self._callbacks: list[Callable[[Ended], None]] = []
+        self._callbacks: list[Callable[[MemberLeft], None]] = []
         self._closing, self._close = os.pipe()
         self._reader = threading.Thread(target=self._read, name="paceline-member", daemon=True)
         self._reader.start()
@@ -99,7 +99,7 @@ class Member:
         with self._heard:
             return self._generation
 
-    def ended(self, generation: int) -> tuple[Ended, ...]:
+    def ended(self, generation: int) -> tuple[MemberLeft, ...]:
         """Who has left a generation. When anyone has, it is over."""
         with self._heard:
             return self._left(generation)
@@ -115,7 +115,7 @@ class Member:
         with self._heard:
             return self._finished
 
-    def on_ended(self, call: Callable[[Ended], None]) -> Callable[[], None]:
+    def on_ended(self, call: Callable[[MemberLeft], None]) -> Callable[[], None]:
         """Have `call` called, in another thread, whenever a member leaves; return what stops that."""
         with self._heard:
             self._callbacks.append(call)
@@ -170,7 +170,7 @@ class Member:
             now = self._generation.number
             raise IllegalMove(f"generation {generation} is over: member {self.id} is in generation {now}")
 
-    def _left(self, generation: int) -> tuple[Ended, ...]:
+    def _left(self, generation: int) -> tuple[MemberLeft, ...]:
         return tuple(one for one in self._ended if one.generation == generation)
 
     # The thread that reads --------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Member:
                 self._enter(message)
             elif isinstance(message, StoreAt):
                 self._stores[message.generation] = message.host, message.port
-            elif isinstance(message, Ended):
+            elif isinstance(message, MemberLeft):
                 self._ended.append(message)
             elif isinstance(message, Regroup):
                 self._regroup = max(self._regroup, message.generation)
@@ -208,7 +208,7 @@ class Member:
                 self._refused = self._refused or message.reason
             callbacks = list(self._callbacks)
             self._heard.notify_all()
-        if isinstance(message, Ended):
+        if isinstance(message, MemberLeft):
             for call in callbacks:
                 call(message)
 

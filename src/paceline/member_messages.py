@@ -93,7 +93,7 @@ class StoreAt:
 
 
 @dataclass(frozen=True)
-class Ended:
+class MemberLeft:
     """A member has left a generation, which is over therefore. `reason` continues "rank 1 "."""
 
     generation: int
@@ -123,7 +123,7 @@ class Finished:
 
 
 FromMember = MemberReady | MemberStore | MemberFormed | MemberFailed | MemberFinished
-FromLauncher = Generation | StoreAt | Ended | Regroup | Refused | Finished
+FromLauncher = Generation | StoreAt | MemberLeft | Regroup | Refused | Finished
 _KINDS: Mapping[type[Any], str] = {
     MemberReady: "member_ready",
     MemberStore: "member_store",
@@ -132,7 +132,7 @@ _KINDS: Mapping[type[Any], str] = {
     MemberFinished: "member_finished",
     Generation: "generation",
     StoreAt: "store",
-    Ended: "ended",
+    MemberLeft: "ended",
     Regroup: "regroup",
     Refused: "refused",
     Finished: "finished",
@@ -162,7 +162,7 @@ def from_launcher(line: bytes) -> FromLauncher | None:
     if not isinstance(said, dict):
         return None
     kind = str(said.pop("kind", ""))
-    found: FromLauncher | None = _read(kind, said, Generation, StoreAt, Ended, Regroup, Refused, Finished)
+    found: FromLauncher | None = _read(kind, said, Generation, StoreAt, MemberLeft, Regroup, Refused, Finished)
     return found
 
 

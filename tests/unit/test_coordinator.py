@@ -26,13 +26,13 @@ from paceline.launch.next_generation import next_generation
 from paceline.launch.retries import Retries
 from paceline.member_messages import (
     NEVER,
-    Ended,
     Finished,
     FromMember,
     Generation,
     MemberFailed,
     MemberFinished,
     MemberFormed,
+    MemberLeft,
     MemberReady,
     MemberStore,
     Regroup,
@@ -188,7 +188,7 @@ def test_survivors_form_the_next_generation_at_once_and_the_lost_one_is_replaced
     job.exit(victim)
     survivors = tuple(member for member in (0, 1, 2) if member != victim)
     for member in survivors:
-        assert job.heard[member][-1] == Ended(0, victim, "was killed by SIGKILL")
+        assert job.heard[member][-1] == MemberLeft(0, victim, "was killed by SIGKILL")
     assert job.coordinator.losses == [Loss(victim, victim, victim, 7, "was killed by SIGKILL")]
     assert job.slots[3] == victim
     job.ready(survivors[0], step=7, whole=True)
@@ -225,7 +225,7 @@ def test_a_loss_while_a_generation_is_formed_is_followed_by_the_next_one() -> No
     assert job.heard[2][-1] == StoreAt(1, "192.0.2.7", 99)
     job.say(1, MemberFormed(1))
     job.exit(2)
-    assert job.heard[1][-1] == Ended(1, 2, "was killed by SIGKILL")
+    assert job.heard[1][-1] == MemberLeft(1, 2, "was killed by SIGKILL")
     job.ready(1, step=7, whole=True)
     assert job.generation == Generation(2, (1,), 1, 7, heal=False)
     job.form()
@@ -235,7 +235,7 @@ def test_a_loss_while_a_generation_is_formed_is_followed_by_the_next_one() -> No
 def test_a_member_that_leaves_by_itself_ends_the_generation_for_all() -> None:
     job = Job().found()
     job.ready(1, step=7, whole=True)
-    assert job.heard[0][-1] == Ended(0, 1, "has left it")
+    assert job.heard[0][-1] == MemberLeft(0, 1, "has left it")
     job.ready(0, 2, step=7, whole=True)
     assert job.generation.members == (0, 1, 2)
     assert job.coordinator.losses == []
@@ -249,7 +249,7 @@ def test_a_loss_while_members_regroup_is_told_to_those_who_have_not_left() -> No
     job.ready(4, was=NEVER)
     job.ready(0, step=5, whole=True)
     job.exit(1)
-    assert job.heard[2][-2:] == [Ended(1, 0, "has left it"), Ended(1, 1, "was killed by SIGKILL")]
+    assert job.heard[2][-2:] == [MemberLeft(1, 0, "has left it"), MemberLeft(1, 1, "was killed by SIGKILL")]
     job.ready(2, step=4, whole=True)
     assert job.generation == Generation(2, (0, 2, 4), 0, 5, heal=True)
 
@@ -273,7 +273,7 @@ def test_one_that_does_not_follow_when_others_regroup_is_told() -> None:
     job.ready(3, was=NEVER)
     job.ready(0, step=2, whole=True)
     job.tick(REGROUP_S + 1)
-    assert job.heard[1][-1] == Ended(1, 0, "has left it")
+    assert job.heard[1][-1] == MemberLeft(1, 0, "has left it")
 
 
 def test_when_all_are_lost_the_checkpoint_has_to_do() -> None:
@@ -397,7 +397,7 @@ def test_a_generation_that_is_never_formed() -> None:
 def test_one_that_has_failed_and_does_not_end_is_ended() -> None:
     job = Job(minimum=1, patience_s=5.0).found()
     job.say(1, MemberFailed(0, 7, "ValueError: no"))
-    assert job.heard[0][-1] == Ended(0, 1, "raised ValueError: no")
+    assert job.heard[0][-1] == MemberLeft(0, 1, "raised ValueError: no")
     assert EndMember(1) in job.tick(6)
     assert EndMember(1) not in job.tick(6)
 
@@ -459,7 +459,7 @@ def _ready(job: Job, member: int) -> None:
     mine = [message for message in heard if isinstance(message, Generation)]
     last = mine[-1] if mine else None
     done = last is None or any(
-        isinstance(message, Ended | Regroup) and message.generation == last.number for message in heard
+        isinstance(message, MemberLeft | Regroup) and message.generation == last.number for message in heard
     )
     if done or member % 5 == 0:  # some leave for reasons of their own
         job.say(member, MemberReady(NEVER if last is None else last.number, len(heard) // 3, last is not None))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import paceline
-from paceline.elastic.healing import RankState, source_of
+from paceline.elastic.healing import Standing, source_of
 from paceline.errors import IllegalMove, UsageError
 
 
@@ -202,4 +202,4 @@ def test_it_begins_where_the_newest_checkpoint_is(tmp_path: Any, quiet: str) -> 
 def test_the_lowest_whole_rank_at_the_highest_step_is_the_source(
     ranks: list[tuple[int, bool]], source: int | None
 ) -> None:
-    assert source_of([RankState(step, whole) for step, whole in ranks]) == source
+    assert source_of([Standing(step, whole) for step, whole in ranks]) == source

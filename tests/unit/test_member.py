@@ -17,13 +17,13 @@ from paceline.launch.reports import ReportReader
 from paceline.member import Member, in_elastic_job
 from paceline.member_messages import (
     MAX_REASON,
-    Ended,
     Finished,
     FromLauncher,
     Generation,
     MemberFailed,
     MemberFinished,
     MemberFormed,
+    MemberLeft,
     MemberReady,
     MemberStore,
     Refused,
@@ -46,7 +46,7 @@ FROM_LAUNCHER: tuple[FromLauncher, ...] = (
     Generation(2, (4, 1), 4, 17, True),
     Generation(2, (), None, -1, False),
     StoreAt(2, "127.0.0.1", 4711),
-    Ended(2, 1, "was killed by SIGKILL"),
+    MemberLeft(2, 1, "was killed by SIGKILL"),
     Regroup(2),
     Refused("too many losses"),
     Finished(2),
@@ -152,24 +152,24 @@ def test_only_a_later_generation_is_waited_for(wire: Wire) -> None:
 
 
 def test_a_death_while_a_group_is_formed_is_felt_at_once(wire: Wire) -> None:
-    wire.tell(Generation(0, (1, 4), 1, 0, True), Ended(0, 1, "was killed by SIGKILL"))
+    wire.tell(Generation(0, (1, 4), 1, 0, True), MemberLeft(0, 1, "was killed by SIGKILL"))
     wire.member.await_generation()
     with pytest.raises(PeerLost, match="member 1 was killed by SIGKILL"):
         wire.member.await_store(0)
 
 
 def test_who_has_left_is_told_to_all_who_ask(wire: Wire) -> None:
-    heard: list[Ended] = []
+    heard: list[MemberLeft] = []
     known = threading.Event()
     stop = wire.member.on_ended(heard.append)
     wire.member.on_ended(lambda _: known.set())
     assert wire.member.ended(0) == ()
-    wire.tell(Ended(0, 1, "was killed by SIGKILL"))
+    wire.tell(MemberLeft(0, 1, "was killed by SIGKILL"))
     assert known.wait(10)
     stop()
-    wire.tell(Ended(1, 2, "left"), Regroup(1), Generation(1, (4,), 4, 0, False))
+    wire.tell(MemberLeft(1, 2, "left"), Regroup(1), Generation(1, (4,), 4, 0, False))
     wire.member.await_generation(after=0)
-    assert heard == [Ended(0, 1, "was killed by SIGKILL")]
+    assert heard == [MemberLeft(0, 1, "was killed by SIGKILL")]
     assert [one.member for one in wire.member.ended(1)] == [2]
     assert wire.member.wants_regroup(1)
     assert not wire.member.wants_regroup(2)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from paceline.memory_plan.numbers import PlanError
-from paceline.simulate.job import Outcome, Way, save_interval_s, simulate
-from paceline.simulate.result import Simulation
-from paceline.simulate.settings import SOURCES, SimulationSettings
+from paceline.simulate.assumptions import SOURCES, SimulationSettings
+from paceline.simulate.simulated_job import Outcome, Way, save_interval_s, simulate
+from paceline.simulate.simulation import Simulation
 
 META = 24 / 1.8 / 16.384  # failures per 1,000 ranks and day: 1.8 h between failures on 16,384 (arXiv 2410.21680)
 

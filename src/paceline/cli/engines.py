@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from paceline.errors import UsageError
-from paceline.launch import Engine, Job
+from paceline.launch import Job, RankEngine
 
 NAMES = ("local", "ray")
 
 
 @contextmanager
-def engine_for(flags: argparse.Namespace, job: Job, note: Callable[[str], None]) -> Iterator[Engine | None]:
+def engine_for(flags: argparse.Namespace, job: Job, note: Callable[[str], None]) -> Iterator[RankEngine | None]:
     """The engine that the flags of `paceline run` ask for; None is this machine."""
     needs = {name: _share(name, getattr(flags, f"{name}_per_rank")) for name in ("cpus", "gpus")}
     if given := [name for name, share in needs.items() if share is not None and flags.engine != "ray"]:
@@ -23,14 +23,14 @@ def engine_for(flags: argparse.Namespace, job: Job, note: Callable[[str], None])
 @contextmanager
 def open_engine(
     name: str, job: Job, note: Callable[[str], None], *, cpus: float | None = None, gpus: float | None = None
-) -> Iterator[Engine | None]:
+) -> Iterator[RankEngine | None]:
     """The engine of this name; None is this machine."""
     if name not in NAMES:
         raise UsageError(f"--engine {name}: expected {' or '.join(NAMES)}")
     if name == "local":
         yield None
         return
-    from paceline.ray.engine import ray_engine
+    from paceline.ray.cluster_engine import ray_engine
 
     with ray_engine(job, note, cpus_per_rank=1.0 if cpus is None else cpus, gpus_per_rank=gpus) as engine:
         yield engine

@@ -10,9 +10,9 @@ import typer
 from paceline.cli.options import command_for
 from paceline.errors import UsageError
 from paceline.memory_plan.chart import require_outputs
+from paceline.simulate.assumptions import SimulationSettings
 from paceline.simulate.chart import draw
-from paceline.simulate.result import Simulation
-from paceline.simulate.settings import SimulationSettings
+from paceline.simulate.simulation import Simulation
 
 FILES = {
     "json": (Path | None, "write all figures to this file"),

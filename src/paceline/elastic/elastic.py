@@ -106,9 +106,9 @@ class Elastic:
         """What was declared and has a state, by name: all that a checkpoint of this run has to hold."""
         return dict(self._declared.stateful)
 
-    def attempt(self) -> "Attempt":
+    def attempt(self) -> "StepAttempt":
         """`with run.attempt():` around one step, or whatever else talks to other ranks."""
-        return Attempt(self)
+        return StepAttempt(self)
 
     def commit(self) -> "Commit":
         """`with run.commit():` around the update of a step, inside its attempt. Afterwards the step counts."""
@@ -207,7 +207,7 @@ class Elastic:
             self._regroups = generations.wants_regroup if alone else asked_regroup(self._declared.replicas)
 
 
-class Attempt:
+class StepAttempt:
     """What `run.attempt()` returns."""
 
     def __init__(self, run: Elastic) -> None:

@@ -15,7 +15,7 @@ from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.elastic.transaction import Transaction
 from paceline.errors import WorldNotFormed
 from paceline.member import Member
-from paceline.member_messages import NEVER, Ended, Generation, MemberFailed, MemberFormed, MemberReady
+from paceline.member_messages import NEVER, Generation, MemberFailed, MemberFormed, MemberLeft, MemberReady
 from paceline.start.elastic_world import form_generation, leave_generation
 
 logger = logging.getLogger("paceline")
@@ -78,7 +78,7 @@ class Generations:
 
     # ---- a device, whose host may be blocked in a collective by the time that a peer is gone
 
-    def _on_ended(self, ended: Ended) -> None:
+    def _on_ended(self, ended: MemberLeft) -> None:
         if ended.generation == self.number and self._aborting is None and dist.is_initialized():
             self._aborting = threading.Thread(target=self._abort, name="paceline abort", daemon=True)
             self._aborting.start()

@@ -20,23 +20,23 @@ WHAT = "the comparison of states"
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
+class Standing:
     """Where one rank of a new generation stands."""
 
     step: int
     whole: bool
 
 
-def compare_standing(group: Group, step: int, *, whole: bool, declared: Declared) -> list[RankState]:
+def compare_standing(group: Group, step: int, *, whole: bool, declared: Declared) -> list[Standing]:
     """Where all ranks stand. All of them call it. Raises UsageError on all if they have declared different things."""
     rows = gather_ints(group, [step, int(whole), declared.signature()], WHAT)
     if len({signature for _, _, signature in rows}) > 1:
         told = gather_unless_equal(group, {name: type(t).__name__ for name, t in declared.things.items()}, WHAT)
         raise UsageError(f"ranks have declared different things to paceline.Elastic: {told}; declare the same on all")
-    return [RankState(step, bool(is_whole)) for step, is_whole, _ in rows]
+    return [Standing(step, bool(is_whole)) for step, is_whole, _ in rows]
 
 
-def source_of(ranks: Sequence[RankState]) -> int | None:
+def source_of(ranks: Sequence[Standing]) -> int | None:
     """The lowest whole rank at the highest step. None: nobody is whole."""
     whole = [rank for rank, state in enumerate(ranks) if state.whole]
     return max(whole, key=lambda rank: (ranks[rank].step, -rank)) if whole else None

@@ -9,7 +9,7 @@ from paceline.collectives.group import Group
 from paceline.elastic.before_attempt import BeforeAttempt
 from paceline.elastic.declared import Declared
 from paceline.elastic.generations import Generations
-from paceline.elastic.healing import RankState, compare_standing, heal, source_of
+from paceline.elastic.healing import Standing, compare_standing, heal, source_of
 from paceline.elastic.losses import LOSSES
 from paceline.elastic.transaction import Transaction
 from paceline.errors import WorldNotFormed
@@ -106,7 +106,7 @@ class Joining:
             )
         top = ranks[source]
         if not top.whole or any(rank != top for rank in ranks):
-            behind = group.rank != source and ranks[group.rank] != RankState(top.step, whole=True)
+            behind = group.rank != source and ranks[group.rank] != Standing(top.step, whole=True)
             if behind:
                 mark.tear()  # until all of it is there
             heal(group, self._declared, source, behind=behind)

@@ -2,14 +2,13 @@
 
 from paceline.launch.devices import gpu_count
 from paceline.launch.elastic_actions import Formed, Loss
-from paceline.launch.engine import Engine, Processes
 from paceline.launch.job import ElasticTerms, Job, JobFailure, JobOutcome, Listener
 from paceline.launch.lines import Fold, spans
+from paceline.launch.rank_engine import Processes, RankEngine
 from paceline.launch.supervise import supervise
 
 __all__ = [
     "ElasticTerms",
-    "Engine",
     "Fold",
     "Formed",
     "Job",
@@ -18,6 +17,7 @@ __all__ = [
     "Listener",
     "Loss",
     "Processes",
+    "RankEngine",
     "gpu_count",
     "spans",
     "supervise",

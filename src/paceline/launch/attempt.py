@@ -6,11 +6,11 @@ import signal
 import time
 from collections.abc import Collection
 
-from paceline.launch.engine import Engine
 from paceline.launch.failure import End
 from paceline.launch.job import INTERRUPT_EXIT, Job, JobFailure, JobOutcome, Listener
 from paceline.launch.one_by_one import OneByOne
 from paceline.launch.policy import AllOrNothing, Policy
+from paceline.launch.rank_engine import RankEngine
 from paceline.launch.rank_environment import environment_of
 from paceline.launch.rank_processes import RankExited
 from paceline.launch.rank_slot import RankLog, RankSlot
@@ -41,7 +41,7 @@ class Attempt:
         listener: Listener,
         signals: PendingSignals,
         rehearsal: Rehearsal,
-        engine: Engine,
+        engine: RankEngine,
     ) -> None:
         self._engine = engine
         self.listener = listener

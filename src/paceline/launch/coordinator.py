@@ -34,13 +34,13 @@ from paceline.launch.next_generation import next_generation
 from paceline.launch.retries import Retries
 from paceline.member_messages import (
     NEVER,
-    Ended,
     Finished,
     FromLauncher,
     FromMember,
     Generation,
     MemberFailed,
     MemberFormed,
+    MemberLeft,
     MemberReady,
     MemberStore,
     Regroup,
@@ -107,7 +107,7 @@ class Coordinator:
         self._formed: set[int] = set()
         self._joined = 0  # how many of this generation were not in the one before
         self._ever_formed = False
-        self._quiet: list[Ended] | None = None  # those who have left to regroup; None when nobody was asked to
+        self._quiet: list[MemberLeft] | None = None  # those who have left to regroup; None when nobody was asked to
         self._over_since = 0.0  # when the last generation ended, or the job began
         self._asked_at = 0.0  # when members were last asked to regroup, or to form a generation
         self._enough_since: float | None = None  # when enough had come to begin
@@ -263,7 +263,7 @@ class Coordinator:
             if self.stage is Stage.WORKING:
                 self._over_since = now
             self._go(Stage.GATHERING)
-        ended = Ended(self.generation.number, member, reason)
+        ended = MemberLeft(self.generation.number, member, reason)
         if quietly and self._quiet is not None:
             self._quiet.append(ended)
             return

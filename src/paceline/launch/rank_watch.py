@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from paceline.launch.engine import Processes
 from paceline.launch.lines import name_ranks
+from paceline.launch.rank_engine import Processes
 from paceline.launch.reports import Mark, ProgressBoard
 from paceline.launch.stragglers import Stragglers
 from paceline.launch.tracebacks import own_line

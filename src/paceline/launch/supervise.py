@@ -4,8 +4,8 @@ import resource
 
 from paceline.errors import UsageError
 from paceline.launch.attempt import Attempt
-from paceline.launch.engine import Engine, ThisMachine
 from paceline.launch.job import Job, JobOutcome, Listener
+from paceline.launch.rank_engine import RankEngine, ThisMachine
 from paceline.launch.rank_environment import reserve_port
 from paceline.launch.rehearsal import Rehearsal
 from paceline.launch.signals import PendingSignals
@@ -15,7 +15,7 @@ FILES_PER_RANK = 5
 OWN_FILES = 24
 
 
-def supervise(job: Job, listener: Listener, engine: Engine | None = None) -> JobOutcome:
+def supervise(job: Job, listener: Listener, engine: RankEngine | None = None) -> JobOutcome:
     """Run a job to its end: start its ranks, watch them, and restart them as often as the job allows.
 
     Signals to this process are forwarded to the ranks if it is called in the main thread. When it returns, or when this

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.launch import ElasticTerms, Fold, Job, JobOutcome, Listener, spans, supervise
-from paceline.ray.engine import ray_engine
+from paceline.ray.cluster_engine import ray_engine
 
 
 def run(

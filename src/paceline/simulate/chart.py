@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from paceline.simulate.job import Way
-from paceline.simulate.result import NAMES, Simulation
+from paceline.simulate.simulated_job import Way
+from paceline.simulate.simulation import NAMES, Simulation
 
 INK, FAINT, PALE = "#1d2433", "#6b7280", "#e5e8ee"
 COLOURS = {Way.MEMORY: "#0b6e4f", Way.RESTART: "#8d99ae"}

@@ -52,7 +52,7 @@ class Processes(Protocol):
         """End all that is left of the ranks, and wait until it has ended. Idempotent."""
 
 
-class Engine(Protocol):
+class RankEngine(Protocol):
     """Where the ranks of a job run."""
 
     @property

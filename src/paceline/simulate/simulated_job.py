@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.simulate.settings import DAY_S, HOUR_S, SimulationSettings
+from paceline.simulate.assumptions import DAY_S, HOUR_S, SimulationSettings
 
 
 class Way(Enum):

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from paceline.simulate.job import Outcome, Way, save_interval_s, simulate
-from paceline.simulate.settings import HOUR_S, SimulationSettings, assumptions
+from paceline.simulate.assumptions import HOUR_S, SimulationSettings, assumptions
+from paceline.simulate.simulated_job import Outcome, Way, save_interval_s, simulate
 
 NAMES = {Way.RESTART: "restart from checkpoint", Way.MEMORY: "recovery in memory"}
 
