@@ -23,7 +23,7 @@ PacelineError
 ├── UnreducedGradients    (RuntimeError)  an optimizer step on gradients that were never reduced
 ├── NotWhole              (RuntimeError)  a whole tensor was asked for where ranks hold it in shards
 ├── NotFiniteGradients    (ArithmeticError)  gradients are not finite, and not_finite= says that this is an error
-├── CheckpointError                       its kinds stand in `checkpoint/errors.py`
+├── CheckpointError                       its kinds stand in `checkpoint/checkpoint_errors.py`
 ├── CapsuleDamaged        (ValueError)    a file is no whole failure capsule
 ├── DataDiffers           (ValueError)    ranks were given different data: `data/rank_checks.py`
 ├── WorkerDied, SampleLogDamaged          of the loader: `data/workers.py`, `data/sample_log.py`

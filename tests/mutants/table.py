@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "a failed backward is not told",
-        "reducer/step.py",
+        "reducer/report.py",
         "        self.role, self.abort = StepRole.ABORTED, why\n",
         "        self.role, self.abort = StepRole.ABORTED, Abort.NO\n",
     ),

@@ -107,3 +107,14 @@ def test_the_rules_are_seen(source: str, complaint: str) -> None:
     found = list(complaints(SOURCE / "made_up.py", source, ast.parse(source)))
     assert len(found) == 1
     assert complaint in found[0]
+
+
+def test_a_module_name_means_one_thing() -> None:
+    """`reducer.planning` and `memory.planning` would be two things under one name."""
+    names = [path.stem for path in FILES if not path.stem.startswith("__")]
+    assert not {name for name in names if names.count(name) > 1}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    names = [node.name for path in FILES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert not {name for name in names if names.count(name) > 1}

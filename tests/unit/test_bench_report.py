@@ -27,7 +27,7 @@ from paceline.bench.step_comparison import ContenderResult, StepComparison, comp
 from paceline.bench.step_report import step_tables
 from paceline.bench.tables import render
 from paceline.errors import UsageError
-from paceline.memory_plan import chart as plan_chart
+from paceline.memory_plan import plan_chart
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="charts need matplotlib")
 

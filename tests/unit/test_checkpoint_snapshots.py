@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import manifest, snapshots
-from paceline.checkpoint.errors import Damaged
+from paceline.checkpoint.checkpoint_errors import Damaged
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.open_snapshot import OpenSnapshot
 from paceline.checkpoint.retention import Keep, remove_older

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.checkpoint_errors import CheckpointError
 from paceline.checkpoint.striping import BLOCK_ELEMENTS, SMALL_BYTES, Held, Span, stripe
 
 MIB = 1 << 20

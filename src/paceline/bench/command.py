@@ -12,7 +12,7 @@ from paceline.bench.conductor import Log
 from paceline.bench.results import write_json
 from paceline.bench.tables import Table, render
 from paceline.errors import PacelineError
-from paceline.memory_plan.chart import require_outputs
+from paceline.memory_plan.plan_chart import require_outputs
 
 FILES = {
     "json": "write the report, with every sample, to this file",

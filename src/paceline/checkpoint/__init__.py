@@ -1,9 +1,16 @@
 """Checkpoints: snapshots of files that are on disk whole or not at all, and are compared byte for byte when read."""
 
+from paceline.checkpoint.checkpoint_errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    Damaged,
+    NoCheckpoint,
+    NotSaved,
+    Skipped,
+)
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.compare import digest
 from paceline.checkpoint.dcp import export_dcp, import_dcp
-from paceline.checkpoint.errors import CheckpointError, CheckpointMismatch, Damaged, NoCheckpoint, NotSaved, Skipped
 from paceline.checkpoint.outcome import CheckpointEvent, Loaded, Saved
 from paceline.checkpoint.preemption import Preemption
 from paceline.checkpoint.snapshots import Snapshot

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import snapshots
+from paceline.checkpoint.checkpoint_errors import NoCheckpoint, NotSaved, Skipped
 from paceline.checkpoint.choosing import Choice, Reading, Which, choose
-from paceline.checkpoint.errors import NoCheckpoint, NotSaved, Skipped
 from paceline.checkpoint.manifest import Manifest, versions
 from paceline.checkpoint.outcome import CheckpointEvent, Loaded, Saved
 from paceline.checkpoint.preemption import Cadence

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.checkpoint import snapshots
-from paceline.checkpoint.errors import Damaged, Skipped
+from paceline.checkpoint.checkpoint_errors import Damaged, Skipped
 from paceline.checkpoint.manifest import NAME
 from paceline.checkpoint.open_snapshot import Chunk, OpenSnapshot
 from paceline.checkpoint.ranks import Look, OptionalGroup, newest_on_all

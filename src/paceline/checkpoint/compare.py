@@ -12,7 +12,7 @@ from torch import nn
 from paceline.agree.drift import Drift, TensorDrift, groups_of
 from paceline.agree.state_digest import start_digest
 from paceline.bare import bare
-from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.checkpoint_errors import CheckpointError
 from paceline.checkpoint.ranks import OptionalGroup, gather, text_hash
 from paceline.checkpoint.state import state_of
 from paceline.errors import ReplicaDrift

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.checkpoint_errors import CheckpointError
 from paceline.stored.directory import FileRecord, make_directory
 
 STALLED_S = 600.0  # a rank that has written nothing for so long is given up, where locks do not tell whether it lives

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from paceline.checkpoint.errors import Damaged
+from paceline.checkpoint.checkpoint_errors import Damaged
 from paceline.checkpoint.snapshots import Snapshot, open_file
 from paceline.stored.directory import PIECE
 from paceline.stored.tensor_file import TensorEntry, parse_header

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.errors import NotSaved, Skipped
+from paceline.checkpoint.checkpoint_errors import NotSaved, Skipped
 
 
 @dataclass(frozen=True)

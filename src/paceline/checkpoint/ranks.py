@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from paceline.checkpoint.errors import CheckpointMismatch, Damaged, Skipped
+from paceline.checkpoint.checkpoint_errors import CheckpointMismatch, Damaged, Skipped
 from paceline.checkpoint.open_snapshot import Chunk
 from paceline.checkpoint.snapshots import Snapshot, place_of
 from paceline.collectives.checked import all_gather

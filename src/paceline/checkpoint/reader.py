@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.bare import bare
-from paceline.checkpoint.errors import CheckpointMismatch, Damaged
+from paceline.checkpoint.checkpoint_errors import CheckpointMismatch, Damaged
 from paceline.checkpoint.manifest import stem_of
 from paceline.checkpoint.open_snapshot import OpenSnapshot
 from paceline.checkpoint.optimizer_parts import filled_state, wanted_of

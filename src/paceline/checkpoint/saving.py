@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.checkpoint import snapshots
+from paceline.checkpoint.checkpoint_errors import CheckpointError
 from paceline.checkpoint.compare import check_copy, compare
-from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.joint import JointWrite
 from paceline.checkpoint.manifest import Manifest, file_name
 from paceline.checkpoint.ranks import OptionalGroup

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.errors import Damaged
+from paceline.checkpoint.checkpoint_errors import Damaged
 from paceline.checkpoint.manifest import Manifest
 
 PROBE = re.compile(r"\.seen-[0-9a-f]+-\d+\Z")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.bare import bare
-from paceline.checkpoint.errors import CheckpointMismatch
+from paceline.checkpoint.checkpoint_errors import CheckpointMismatch
 from paceline.checkpoint.ranks import OptionalGroup, gather_bytes
 from paceline.checkpoint.shards import model_state, names_of_params, optimizer_state, updated
 from paceline.errors import CollectiveMismatch

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.checkpoint_errors import CheckpointError
 
 # A tensor is cut only where both sides are larger than this: many small pieces cost more than equal shares save.
 SMALL_BYTES = 1 << 20

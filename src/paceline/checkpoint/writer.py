@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.bare import bare
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.errors import CheckpointError, NotSaved
+from paceline.checkpoint.checkpoint_errors import CheckpointError, NotSaved
 from paceline.checkpoint.joint import JointWrite
 from paceline.checkpoint.manifest import Manifest, file_name
 from paceline.checkpoint.snapshots import Snapshot, held, name_of, temporary

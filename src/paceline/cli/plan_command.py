@@ -9,8 +9,8 @@ import typer
 
 from paceline.cli.options import command_for
 from paceline.errors import UsageError
-from paceline.memory_plan.chart import require_outputs
 from paceline.memory_plan.closed_form import PlanSettings
+from paceline.memory_plan.plan_chart import require_outputs
 
 FILES = {
     "json": (Path | None, "write all figures to this file"),

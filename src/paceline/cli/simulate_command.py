@@ -9,9 +9,9 @@ import typer
 
 from paceline.cli.options import command_for
 from paceline.errors import UsageError
-from paceline.memory_plan.chart import require_outputs
+from paceline.memory_plan.plan_chart import require_outputs
 from paceline.simulate.assumptions import SimulationSettings
-from paceline.simulate.chart import draw
+from paceline.simulate.goodput_chart import draw
 from paceline.simulate.simulation import Simulation
 
 FILES = {

@@ -23,12 +23,10 @@ class BlockGather:
         own: Sequence[torch.Tensor],
         blocks: Sequence[Sequence[torch.Tensor]],
         tag: int = 0,
-        *,
-        direct: bool = False,
     ) -> None:
         """`own`: the flat blocks that this rank brings. `blocks`: for each rank, where its blocks go; where this rank's
         own stand already, they are not copied. `tag` says which gather this is: ranks must come with the same one.
-        `direct`: blocks may be written to from `start` on, and not only in `finish`."""
+        Blocks may be written to from `start` on, and not only in `finish`."""
         self._own = list(own)
         self._blocks = [list(of_rank) for of_rank in blocks]
         self._sizes = [[block.numel() for block in of_rank] for of_rank in blocks]
@@ -36,7 +34,6 @@ class BlockGather:
         self._number = tag
         self.version = 0  # of what is gathered: ranks must come with the same one, too
         self._like = next(block for of_rank in blocks for block in of_rank)
-        self._direct = direct
         self._flight: tuple[Work, torch.Tensor | None] | None = None
 
     @property
@@ -47,7 +44,7 @@ class BlockGather:
         """Begin, unless it is under way."""
         if self._flight is not None:
             return
-        if self._direct and group.transport.traits(self._like.device).sharded:
+        if group.transport.traits(self._like.device).sharded:
             transport = cast(ShardedTransport, group.transport)
             self._flight = transport.gather_blocks(self._own, self._blocks, self._tag), None
             return

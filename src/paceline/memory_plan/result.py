@@ -168,7 +168,7 @@ class MemoryPlan:
 
     def chart(self, path: str | Path) -> None:
         """Draw one bar per world size. Needs matplotlib."""
-        from paceline.memory_plan.chart import draw
+        from paceline.memory_plan.plan_chart import draw
 
         draw(self, Path(path))
 

@@ -12,8 +12,7 @@ from paceline.reducer.autograd import Backward
 from paceline.reducer.damaged_messages import check_damage
 from paceline.reducer.lanes import Lanes, LaneState
 from paceline.reducer.participation import abandon, abort
-from paceline.reducer.report import Abort, Mode, StepReport
-from paceline.reducer.step import StepRole
+from paceline.reducer.report import Abort, Mode, StepReport, StepRole
 from paceline.reducer.unreduced import drop_all, first_with_gradient
 
 if TYPE_CHECKING:

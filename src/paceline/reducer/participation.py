@@ -7,8 +7,7 @@ import torch
 
 from paceline.errors import BackwardAborted, IllegalMove, PacelineError
 from paceline.reducer.autograd import pending_reducers
-from paceline.reducer.report import Abort
-from paceline.reducer.step import StepRole
+from paceline.reducer.report import Abort, StepRole
 from paceline.reducer.unreduced import claim_by_hand, drop_all, is_thrown_away, lend_all
 
 if TYPE_CHECKING:

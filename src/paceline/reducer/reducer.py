@@ -25,13 +25,13 @@ from paceline.reducer.device_reports import DeviceReports
 from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.lanes import Lanes
 from paceline.reducer.planning import Planning
-from paceline.reducer.report import ReportExchange
+from paceline.reducer.report import Contribution, ReportExchange, StepRole
 from paceline.reducer.settings import ReducerSettings
 from paceline.reducer.settle import Settled, is_aborted, publish_grads, settle
 from paceline.reducer.settle_late import error_of_earlier, settle_unread
 from paceline.reducer.shared_params import has_shared
 from paceline.reducer.static_graph import GraphMemory
-from paceline.reducer.step import Contribution, Division, RankBatch, StepRole, StepState, Weighting
+from paceline.reducer.step import Division, RankBatch, StepState, Weighting
 from paceline.reducer.step_observer import Findings
 from paceline.reducer.unreduced import add_without_counting, end_alone, end_unreduced
 from paceline.reducer.weighting import check_unweighted, resume_step

@@ -1,4 +1,4 @@
-"""What ranks tell each other once per reduction, and how it travels.
+"""What ranks tell each other once per reduction, how this one takes part in it, and how it travels.
 
 The reports of all ranks are gathered by one small collective beside the last buckets. They do not ride inside one,
 because a communication hook may compress it, its dtype may not hold them, and only when backward has ended is it known
@@ -10,18 +10,22 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from enum import Enum, Flag
+from enum import Enum, Flag, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
+from paceline.collectives.wait import EventWork
 from paceline.collectives.watcher import Watcher
 from paceline.errors import GraphChanged
+from paceline.reducer.autograd import pending_reducers
+from paceline.reducer.used_params import all_used, count_unused, digest_owned_elsewhere, used_bits
 
 if TYPE_CHECKING:
     from paceline.reducer.device_reports import DeviceReports
+    from paceline.reducer.reducer import Reducer
     from paceline.reducer.step_observer import Findings
 
 
@@ -149,6 +153,65 @@ class PendingReports:
         found = self.peek()
         self.release()
         return found
+
+
+class StepRole(Enum):
+    """How this rank takes part in a reduction."""
+
+    FULL = auto()  # with the gradients of its backwards
+    EMPTY = auto()  # with zeros, and it keeps its own gradients: a rank without data inside join()
+    SKIPPED = auto()  # with nothing that counts, but it takes the mean of the others
+    ABORTED = auto()  # its backward failed: nobody has gradients of this step
+
+
+class Contribution:
+    """What is known of the reduction that is under way, or comes next. Each one begins with a new `Contribution`."""
+
+    def __init__(self) -> None:
+        self.role = StepRole.FULL
+        self.abort = Abort.NO
+        self.late = 0  # gradients that came after their bucket had left
+        self.unused = 0  # parameters that took no part here, where that matters
+        self.graph_error: GraphChanged | None = None
+        self.sent: PendingReports | None = None
+        self.computed: EventWork | None = None  # done when the device has computed what is sent
+
+    def report(self, reducer: "Reducer", found: "Findings") -> StepReport:
+        """What this rank tells the others of this reduction."""
+        slots, weighting, shadow = reducer.bucket_set.slots, reducer.weighting, self.role is StepRole.EMPTY
+        everything = len(reducer.ready_order) == len(slots)
+        if self.role is StepRole.FULL and not (everything and reducer.graph.used_everything):
+            self.graph_error = reducer.graph.compare(slots, static=reducer.settings.static_graph)
+        self.unused = 0 if everything or not reducer.batch.counts(self.role) else count_unused(slots)
+        return StepReport(
+            reduction=reducer.reductions_begun,
+            unused=self.unused,
+            late=self.late,
+            mode=weighting.mode,
+            weight=weighting.total,
+            microbatches=reducer.batch.microbatches,
+            ready=len(reducer.ready_order),
+            graph_changed=self.graph_error is not None,
+            abort=self.abort,
+            skipped=self.role is StepRole.SKIPPED,
+            votes=reducer.reports.votes,
+            launch_digest=reducer.schedule.launch_digest,
+            # Inside join() the parameters of a rank without data are behind until it ends.
+            state=found.state if isinstance(found.state, int) and not shadow else 0,
+            signature=0 if shadow else found.signature,
+            not_finite=found.not_finite if isinstance(found.not_finite, int) else 0,
+            lane_step=reducer.batch.step,
+            lane_shape=reducer.batch.shape_digest(),
+            several=pending_reducers.of(reducer) is not None,
+            owned_elsewhere=0 if everything else digest_owned_elsewhere(slots),
+            used=all_used(len(slots)) if everything else used_bits(slots),
+            lane_weights=reducer.batch.lane_weights(),
+        )
+
+    def mark_aborted(self, why: Abort) -> None:
+        """No rank has gradients of this reduction: a backward of this one has failed."""
+        why = self.abort if self.abort is Abort.DAMAGED else why
+        self.role, self.abort = StepRole.ABORTED, why
 
 
 class ReportExchange:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from paceline.reducer import report_errors
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.late_gradients import drop_late, reduce_late, scale_of_late
-from paceline.reducer.report import Abort, Mode, StepReport
+from paceline.reducer.report import Abort, Mode, StepReport, StepRole
 from paceline.reducer.settings import ReducerSettings
-from paceline.reducer.step import Division, StepRole, Weighting
+from paceline.reducer.step import Division, Weighting
 from paceline.reducer.used_params import count_uses
 
 if TYPE_CHECKING:

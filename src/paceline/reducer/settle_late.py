@@ -14,9 +14,9 @@ from paceline.errors import PacelineError
 from paceline.reducer import report_errors
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.device_reports import MODE, WEIGHT
-from paceline.reducer.report import Abort, Mode, PendingReports, StepReport
+from paceline.reducer.report import Abort, Mode, PendingReports, StepReport, StepRole
 from paceline.reducer.settle import Settled, check_together, is_aborted, uses_of
-from paceline.reducer.step import Division, StepRole
+from paceline.reducer.step import Division
 
 if TYPE_CHECKING:
     from paceline.reducer.reducer import Reducer

@@ -1,83 +1,20 @@
-"""What the current optimizer step has had so far on this rank, and what it contributes to the next reduction."""
+"""The optimizer step that runs on this rank: what of the global batch runs here, by what its gradients are multiplied,
+and what it has had so far."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.collectives.reduction import LaneBlock
-from paceline.collectives.wait import EventWork
-from paceline.errors import GraphChanged
-from paceline.reducer.autograd import Backward, pending_reducers
 from paceline.reducer.bucket import GradSlot
-from paceline.reducer.report import Abort, Mode, PendingReports, StepReport
-from paceline.reducer.step_observer import Findings
+from paceline.reducer.report import Abort, Mode, StepReport, StepRole
 from paceline.reducer.unreduced import forget_thrown_away, is_nonzero
-from paceline.reducer.used_params import all_used, count_unused, digest_owned_elsewhere, used_bits
 
 if TYPE_CHECKING:
+    from paceline.reducer.autograd import Backward
     from paceline.reducer.reducer import Reducer
-
-
-class StepRole(Enum):
-    """How this rank takes part in a reduction."""
-
-    FULL = auto()  # with the gradients of its backwards
-    EMPTY = auto()  # with zeros, and it keeps its own gradients: a rank without data inside join()
-    SKIPPED = auto()  # with nothing that counts, but it takes the mean of the others
-    ABORTED = auto()  # its backward failed: nobody has gradients of this step
-
-
-class Contribution:
-    """What is known of the reduction that is under way, or comes next. Each one begins with a new `Contribution`."""
-
-    def __init__(self) -> None:
-        self.role = StepRole.FULL
-        self.abort = Abort.NO
-        self.late = 0  # gradients that came after their bucket had left
-        self.unused = 0  # parameters that took no part here, where that matters
-        self.graph_error: GraphChanged | None = None
-        self.sent: PendingReports | None = None
-        self.computed: EventWork | None = None  # done when the device has computed what is sent
-
-    def report(self, reducer: "Reducer", found: Findings) -> StepReport:
-        """What this rank tells the others of this reduction."""
-        slots, weighting, shadow = reducer.bucket_set.slots, reducer.weighting, self.role is StepRole.EMPTY
-        everything = len(reducer.ready_order) == len(slots)
-        if self.role is StepRole.FULL and not (everything and reducer.graph.used_everything):
-            self.graph_error = reducer.graph.compare(slots, static=reducer.settings.static_graph)
-        self.unused = 0 if everything or not reducer.batch.counts(self.role) else count_unused(slots)
-        return StepReport(
-            reduction=reducer.reductions_begun,
-            unused=self.unused,
-            late=self.late,
-            mode=weighting.mode,
-            weight=weighting.total,
-            microbatches=reducer.batch.microbatches,
-            ready=len(reducer.ready_order),
-            graph_changed=self.graph_error is not None,
-            abort=self.abort,
-            skipped=self.role is StepRole.SKIPPED,
-            votes=reducer.reports.votes,
-            launch_digest=reducer.schedule.launch_digest,
-            # Inside join() the parameters of a rank without data are behind until it ends.
-            state=found.state if isinstance(found.state, int) and not shadow else 0,
-            signature=0 if shadow else found.signature,
-            not_finite=found.not_finite if isinstance(found.not_finite, int) else 0,
-            lane_step=reducer.batch.step,
-            lane_shape=reducer.batch.shape_digest(),
-            several=pending_reducers.of(reducer) is not None,
-            owned_elsewhere=0 if everything else digest_owned_elsewhere(slots),
-            used=all_used(len(slots)) if everything else used_bits(slots),
-            lane_weights=reducer.batch.lane_weights(),
-        )
-
-    def mark_aborted(self, why: Abort) -> None:
-        """No rank has gradients of this reduction: a backward of this one has failed."""
-        why = self.abort if self.abort is Abort.DAMAGED else why
-        self.role, self.abort = StepRole.ABORTED, why
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +193,7 @@ class RankBatch:
         if self._reducer.weighting.microbatches:
             forget_thrown_away(self._reducer.bucket_set)
 
-    def begin_untouched(self, backward: Backward) -> None:
+    def begin_untouched(self, backward: "Backward") -> None:
         """A backward that is to be reduced has brought no gradient."""
         self._reducer.begin_reduction()
 
@@ -269,7 +206,7 @@ class RankBatch:
         """A backward that is to be reduced is over. Returns whether to reduce now."""
         return True
 
-    def abandon(self, backward: Backward, why: Abort) -> bool:
+    def abandon(self, backward: "Backward", why: Abort) -> bool:
         """A backward has failed. Returns whether that is all there is to do."""
         return False
 

@@ -114,7 +114,7 @@ class OwnedBlocks:
             for rank in range(self.ownership.ranks)
         ]
         filled = [[block for block in of_rank if block.numel()] for of_rank in blocks]
-        return BlockGather(filled[self._group.rank], filled, direct=True)
+        return BlockGather(filled[self._group.rank], filled)
 
     def follow_update(self) -> None:
         """This rank's blocks have been updated: have those of all ranks in the parameters. All ranks call it."""

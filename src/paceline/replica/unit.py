@@ -95,7 +95,7 @@ class Unit:
             ]
             homes = [wholes[at].shard.block for at in some]
             own = [home for home in homes if home.numel()]
-            self._gathers.append(BlockGather(own, blocks, tag=number, direct=True))
+            self._gathers.append(BlockGather(own, blocks, tag=number))
 
     @property
     def params(self) -> list[nn.Parameter]:

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from paceline.checkpoint.errors import NotSaved
+from paceline.checkpoint.checkpoint_errors import NotSaved
 from paceline.errors import NotFiniteGradients, PacelineError, UsageError
 from paceline.rank_report import report
 from paceline.train.config import NOT_FINITE_EXIT
