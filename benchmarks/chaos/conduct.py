@@ -101,7 +101,7 @@ def run(case: Case, way: str, folder: Path, limit_s: float = LIMIT_S) -> Seen:
 
 def _run_once(case: Case, way: str, folder: Path, limit_s: float) -> Seen:
     mark, began = secrets.token_hex(8), time.monotonic()
-    before = _shared_files()
+    before = files_in_shared_memory()
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
     watched, at = Watched(), None
@@ -140,7 +140,7 @@ def _run_once(case: Case, way: str, folder: Path, limit_s: float) -> Seen:
         if hosts is not None:
             hosts.over.set()
         hung = [process for process in started if process.poll() is None]
-        _end([*_of_job(mark)] if hung else [])
+        end_all([*processes_of(mark)] if hung else [])
         for process in started:
             process.wait(10)
         watched.join()
@@ -148,11 +148,11 @@ def _run_once(case: Case, way: str, folder: Path, limit_s: float) -> Seen:
     seen.seconds, seen.code = time.monotonic() - began, next((p.returncode for p in started if p.returncode), 0)
     seen.outcome = "hung" if hung else "finished" if seen.digests else "failed"
     time.sleep(0.3)
-    seen.left = [f"process {pid}" for pid in _of_job(mark)]
-    seen.left += [f"file {path}" for path in (_shared_files() - before)] + [
+    seen.left = [f"process {pid}" for pid in processes_of(mark)]
+    seen.left += [f"file {path}" for path in (files_in_shared_memory() - before)] + [
         f"file {one.name}" for one in temporary.iterdir()
     ]
-    _end([int(name.split()[1]) for name in seen.left if name.startswith("process")])
+    end_all([int(name.split()[1]) for name in seen.left if name.startswith("process")])
     if seen.outcome != "finished":
         seen.end = [line for _, line in watched.lines if "frame #" not in line][-25:]
     return seen
@@ -182,7 +182,7 @@ def _read_off(case: Case, lines: list[tuple[float, str]], at: float | None) -> S
     return seen
 
 
-def _of_job(mark: str) -> list[int]:
+def processes_of(mark: str) -> list[int]:
     """The processes that have the variable, however they were started."""
     wanted, found = f"{MARK}={mark}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -194,7 +194,7 @@ def _of_job(mark: str) -> list[int]:
     return found
 
 
-def _end(pids: list[int]) -> None:
+def end_all(pids: list[int]) -> None:
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -202,5 +202,5 @@ def _end(pids: list[int]) -> None:
             continue
 
 
-def _shared_files() -> set[str]:
+def files_in_shared_memory() -> set[str]:
     return {str(path) for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()

@@ -12,6 +12,8 @@ import hashlib
 import os
 import sys
 import time
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,21 @@ def say(*words: object) -> None:
     sys.stdout.flush()
 
 
-def ours(steps: int, folder: Path, workers: int, transport: str) -> None:
+@dataclass(frozen=True)
+class Length:
+    """How long training is: so many steps, or the number in a file that comes to be there while it runs."""
+
+    steps: int
+    pause_s: float
+    until: Path | None
+
+    def reached(self, step: int) -> bool:
+        if self.until is not None and self.until.exists():
+            return step >= int(self.until.read_text())
+        return step >= self.steps
+
+
+def ours(length: Length, folder: Path, workers: int, transport: str) -> None:
     """Lanes, checkpoints, an agreement, and a stop on request."""
     world = paceline.init(device="cpu")
     model, optimizer, loader = made(workers, transport)
@@ -70,8 +86,8 @@ def ours(steps: int, folder: Path, workers: int, transport: str) -> None:
         say("begins")
     with paceline.Preemption() as preemption:
         batches = loader.endless()
-        while step < steps:
-            time.sleep(PAUSE_S)
+        while not length.reached(step):
+            time.sleep(length.pause_s)
             for batch in model.lanes(next(batches), step):
                 loss_of(model, batch).backward()
             optimizer.step()
@@ -92,15 +108,15 @@ def ours(steps: int, folder: Path, workers: int, transport: str) -> None:
     paceline.shutdown()
 
 
-def elastic(steps: int, folder: Path, workers: int, transport: str) -> None:
+def elastic(length: Length, folder: Path, workers: int, transport: str) -> None:
     """Who survives goes on."""
     paceline.init(device="cpu")
     model, optimizer, loader = made(workers, transport)
     checkpoints = paceline.Checkpointer(folder / "checkpoints", every_steps=SAVE_EVERY)
     run = paceline.Elastic(model=model, optimizer=optimizer, loader=loader, checkpoints=checkpoints)
     batches = loader.endless()
-    while run.step < steps:
-        time.sleep(PAUSE_S)
+    while not length.reached(run.step):
+        time.sleep(length.pause_s)
         with run.attempt():
             for batch in model.lanes(next(batches), run.step):
                 loss_of(model, batch).backward()
@@ -127,10 +143,10 @@ def made(workers: int, transport: str) -> tuple[Any, torch.optim.Optimizer, Any]
     return model, optimizer_of(model), loader
 
 
-def torchs(steps: int, folder: Path, workers: int) -> None:
+def torchs(length: Length, folder: Path, workers: int, timeout_s: float) -> None:
     """What torch's documents say: DDP, a sampler, and a file that the next attempt begins from."""
     note = own_progress().note
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(network())
@@ -143,12 +159,12 @@ def torchs(steps: int, folder: Path, workers: int) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
-    while step < steps:
+    while not length.reached(step):
         sampler.set_epoch(step // len(loader))
         for number, batch in enumerate(loader):
             if number < step % len(loader):
                 continue
-            time.sleep(PAUSE_S)
+            time.sleep(length.pause_s)
             torch.manual_seed(step * 1000 + rank)
             note(Phase.FORWARD, step)
             loss = loss_of(model, batch)
@@ -166,7 +182,7 @@ def torchs(steps: int, folder: Path, workers: int) -> None:
                 torch.save(state, file.with_suffix(".new"))
                 file.with_suffix(".new").replace(file)
                 note(Phase.BETWEEN)
-            if step >= steps:
+            if length.reached(step):
                 break
     whole = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
     say("digest", hashlib.sha256(whole).hexdigest()[:16])
@@ -175,7 +191,7 @@ def torchs(steps: int, folder: Path, workers: int) -> None:
 
 def told(rank: int, step: int) -> None:
     if rank == 0:
-        say("step", step)
+        say("step", step, "by", os.getpid())
 
 
 def main() -> None:
@@ -183,6 +199,9 @@ def main() -> None:
     parser.add_argument("way", choices=("elastic", "restart", "torch"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds that a step takes at least")
+    parser.add_argument("--until", type=Path, help="a file that may come to be there: the number of the last step")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a collective of torch's may take")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--clock", type=float, default=0.0, help="seconds by which the wall clock of rank 1 is wrong")
@@ -191,12 +210,13 @@ def main() -> None:
     if given.clock and os.environ.get("RANK") == "1":
         right = time.time
         time.time = lambda: right() + given.clock
+    length = Length(given.steps, given.pause, given.until)
     if given.way == "torch":
-        torchs(given.steps, given.folder, given.workers)
+        torchs(length, given.folder, given.workers, given.timeout)
     elif given.way == "elastic":
-        elastic(given.steps, given.folder, given.workers, given.transport)
+        elastic(length, given.folder, given.workers, given.transport)
     else:
-        ours(given.steps, given.folder, given.workers, given.transport)
+        ours(length, given.folder, given.workers, given.transport)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,15 @@ MAX_REASON = 600  # so that a line stays within 4 KiB, whatever its letters
 
 @dataclass(frozen=True)
 class MemberReady:
-    """A member waits for the next generation. `was` is the one it has left; `whole`: its state is that of `step`."""
+    """A member waits for the next generation. `was` is the one it has left; `whole`: its state is that of `step`.
+
+    `reason`, which continues "rank 1 ", says what has ended that one on all of its ranks, with none of them to blame.
+    """
 
     was: int
     step: int
     whole: bool
+    reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from paceline.collectives.group import Group
 from paceline.collectives.wait import EventWork
 from paceline.elastic.before_attempt import BeforeAttempt
 from paceline.elastic.declared import Declared
-from paceline.elastic.generations import Generations
+from paceline.elastic.deferred_signals import DeferredSignals
+from paceline.elastic.generations import Generations, in_one_line
 from paceline.elastic.joining import Joining
-from paceline.elastic.losses import describe_loss, follows_loss
+from paceline.elastic.losses import Answer, answer, describe_loss
 from paceline.elastic.regroup import ask_regroup, asked_regroup
 from paceline.elastic.transaction import StepMark, Transaction
 from paceline.elastic.undeclared import UndeclaredReplicas, UpdateWatch
@@ -155,11 +156,12 @@ class Elastic:
         if generations is None:
             self._drop(discards=False)
             return False
-        if follows_loss(error, generations):
+        found = answer(error, -1 if self._group is None else self._group.rank, generations)
+        if found is not Answer.RAISE:
             step, mark = self.step, self._transaction.mark
             self._drop(discards=True)
             logger.warning("%s", describe_loss(error, step, mark))
-            self._join()
+            self._join(f"raised {in_one_line(error)}" if found is Answer.TRY_AGAIN else "")
             return True
         self._drop(discards=True)
         if isinstance(error, Exception):
@@ -178,16 +180,18 @@ class Elastic:
             self._before.put_back()
         self._updates.forget()
 
-    def _join(self) -> None:
-        self._group = self._joining.join()
+    def _join(self, reason: str = "") -> None:
+        self._group = self._joining.join(reason)
         self._regroups = self._apart = False
 
     # ---- a commit
 
-    def _begin_commit(self) -> None:
+    def _before_commit(self) -> None:
         if self._group is not None and self._declared.device.type == "cuda":
             self._await_sums(self._group)
         self._strangers.check()
+
+    def _begin_commit(self) -> None:
         self._transaction.begin_update()
 
     def _await_sums(self, group: Group) -> None:
@@ -223,19 +227,29 @@ class StepAttempt:
 
 
 class Commit:
-    """What `run.commit()` returns."""
+    """What `run.commit()` returns. An interrupt that comes meanwhile is raised when the step is committed."""
 
     def __init__(self, run: Elastic) -> None:
         self._run = run
+        self._signals = DeferredSignals()
 
     def __enter__(self) -> None:
-        self._run._begin_commit()
+        self._run._before_commit()
+        self._signals.begin()
+        try:
+            self._run._begin_commit()
+        except BaseException:
+            self._signals.end()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._run._end_commit()
+        try:
+            if error is None:
+                self._run._end_commit()
+        finally:
+            self._signals.end()
 
 
 def _load_newest(checkpoints: Checkpointer, declared: Declared) -> int | None:

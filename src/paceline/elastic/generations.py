@@ -47,13 +47,14 @@ class Generations:
         """Whether others wait to join."""
         return self.member.wants_regroup(self.number)
 
-    def enter_next(self, transaction: Transaction) -> tuple[Generation, Group]:
+    def enter_next(self, transaction: Transaction, reason: str = "") -> tuple[Generation, Group]:
         """Leave the generation, say where this rank stands, and form the group of the next one that it belongs to.
+        `reason`: an error of all ranks, for which none of them has to go.
 
         Raises PeerLost when a member of that one leaves meanwhile: then there will be another.
         """
         self._leave()
-        self.member.send(MemberReady(self.number, transaction.step, transaction.whole))
+        self.member.send(MemberReady(self.number, transaction.step, transaction.whole, reason))
         generation = self.member.await_generation(self.number)
         self.number = generation.number
         self._hook = sys.excepthook
@@ -69,8 +70,7 @@ class Generations:
 
     def tell_failure(self, step: int, error: Exception) -> None:
         """The script of this member has raised an error that is no other member's fault."""
-        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-        self.member.send(MemberFailed(self.number, step, reason))
+        self.member.send(MemberFailed(self.number, step, in_one_line(error)))
 
     def close(self) -> None:
         """Go through no more of them."""
@@ -102,3 +102,8 @@ class Generations:
         leave_generation(self._others)
         self._others = ()
         sys.excepthook = self._hook  # torch puts one more before it for every group, each with a rank
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error, as the launcher is told it."""
+    return f"{type(error).__name__}: {error}".replace("\n", " ")

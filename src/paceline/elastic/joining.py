@@ -48,17 +48,19 @@ class Joining:
             self._transaction.take(0)
         return None
 
-    def join(self) -> Group:
-        """Become a rank of the next generation. Returns the group of its ranks."""
+    def join(self, reason: str = "") -> Group:
+        """Become a rank of the next generation. Returns the group of its ranks. `reason`: the error of all ranks that
+        has ended the one before, if it is to be made again."""
         generations = self._generations
         assert generations is not None
         for _ in range(FORMINGS):
             try:
-                generation, group = generations.enter_next(self._transaction)
+                generation, group = generations.enter_next(self._transaction, reason)
                 self._enter_and_tell(generation, group)
                 generations.formed(self._abort)
             except LOSSES as error:  # a member has left while it formed, so there will be another
                 logger.info("generation %d was not formed: %s", generations.number, error)
+                reason = ""
                 continue
             own_progress().note(Phase.BETWEEN, self._transaction.step)
             return group

@@ -1,18 +1,48 @@
-"""Which errors end an attempt and not the job: those that say that other ranks are gone."""
+"""Which errors end an attempt and not the job: those that say that other ranks are gone, or are wrong, and those that
+all ranks have together in a step that may well succeed when it is made again.
+"""
 
 import time
+from enum import Enum, auto
 
 import torch.distributed as dist
 
 from paceline.elastic.generations import Generations
 from paceline.elastic.transaction import StepMark
-from paceline.errors import BackwardAborted, CollectiveError, PacelineError, PeerAbsent, PeerLost
+from paceline.errors import (
+    BackwardAborted,
+    CollectiveError,
+    MessageDamaged,
+    PacelineError,
+    PeerAbsent,
+    PeerLost,
+    WrongGradients,
+)
 
 LOSSES = (PeerLost, PeerAbsent, BackwardAborted)
 NEWS_S = 1.0  # an error of torch's own may be older than the launcher's word that a member is gone
 
 
-def follows_loss(error: BaseException, generations: Generations) -> bool:
+class Answer(Enum):
+    """What a rank does about an error that has ended its attempt."""
+
+    GO_ON = auto()  # without those that are gone
+    TRY_AGAIN = auto()  # with the same ranks; the launcher counts how often
+    RAISE = auto()  # it is the error of this rank
+
+
+def answer(error: BaseException, rank: int, generations: Generations) -> Answer:
+    """What is to be done about an error, by the rank that has this number in its generation."""
+    if isinstance(error, MessageDamaged):
+        return Answer.TRY_AGAIN
+    if isinstance(error, WrongGradients):  # all ranks have it; those that compute wrong leave, and are replaced
+        if not error.known:
+            return Answer.TRY_AGAIN
+        return Answer.RAISE if rank in error.ranks else Answer.GO_ON
+    return Answer.GO_ON if _follows_loss(error, generations) else Answer.RAISE
+
+
+def _follows_loss(error: BaseException, generations: Generations) -> bool:
     """Whether an error is about ranks that this one has lost, and no fault of its script."""
     if isinstance(error, LOSSES):
         return True

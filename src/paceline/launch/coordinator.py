@@ -170,8 +170,12 @@ class Coordinator:
         living.ready, living.joined, living.failed = message, True, None
         self._stillborn = 0
         if seated:
-            yield from self._leave(living.member, "has left it", now, quietly=self._quiet is not None)
-        yield from self._go_on(now)
+            quietly = self._quiet is not None and not message.reason
+            yield from self._leave(living.member, message.reason or "has left it", now, quietly=quietly)
+        if message.reason and self._retries.is_hopeless(message.was, message.step, message.reason):
+            yield self._give_up_step(living, message.step, message.reason)
+        else:
+            yield from self._go_on(now)
 
     def _on_store(self, member: int, message: MemberStore, generation: Generation) -> Iterator[Action]:
         if self.stage is Stage.FORMING and member == generation.members[0]:
