@@ -33,10 +33,14 @@ class Fault:
     where: str
     kind: str = "kill"
 
-    def strike(self) -> None:
+    def strike(self, net: "Seen") -> None:
+        if self.kind == "compute wrong":
+            net.last.weight.register_hook(lambda grad: grad * 1.0001)
+            return
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise {"break": paceline.errors.PeerLost, "fail": ValueError}[self.kind]("as a connection breaks")
+        kinds = {"break": paceline.errors.PeerLost, "fail": ValueError, "damage": paceline.errors.MessageDamaged}
+        raise kinds[self.kind]("as a connection breaks")
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
@@ -77,6 +81,7 @@ class Script:
     late: int = -1  # a member that starts only when the others are at step 3; they wait for it at step 4
     goes_on: bool = False  # after an error of its own
     device: str = "cpu"
+    audits: bool = False
 
 
 def train(member: int, script: Script) -> dict[str, Any]:
@@ -89,13 +94,16 @@ def train(member: int, script: Script) -> dict[str, Any]:
         for fault in script.faults:
             if fault not in struck and (member, run.step, where) == (fault.member, fault.step, fault.where):
                 struck.append(fault)
-                fault.strike()
+                fault.strike(net)
 
     world = paceline.init(device=script.device)
     if member == script.late:
         await_file(Path(script.folder, "at 3"))
     net = Seen().to(world.device)
-    model = paceline.DistributedDataParallel(net, lanes=script.lanes, seed=5, transport=script.transport)
+    agreement = paceline.Agreement(audit_every=1) if script.audits else None
+    model = paceline.DistributedDataParallel(
+        net, lanes=script.lanes, seed=5, transport=script.transport, agreement=agreement
+    )
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params[:3], lr=0.05, foreach=False)
     second = torch.optim.SGD(params[3:], lr=0.05, momentum=0.9, foreach=False)
@@ -220,6 +228,43 @@ def test_a_connection_breaks(procs: Pool, tmp_path: Path, quiet: str) -> None:
     healed = job.formed[-1].generation
     assert (healed.source, healed.step, healed.heal) == (2, 3, True)
     assert [value["steps"] for value in job.values] == [[0, 1, 2, 3, 4, 5]] * 2 + [[0, 1, 2, 3, 3, 4, 5]]
+
+
+def test_a_step_that_all_find_damaged_is_made_again(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    faults = tuple(Fault(member, 2, "before the update", "damage") for member in range(3))
+    job = run_elastic(procs, tmp_path, train, Script(faults), terms=THREE, processes=3)
+    check(job, quiet, lost=0)
+    assert [(formed.generation.size, formed.generation.step) for formed in job.formed] == [(3, 0), (3, 2)]
+    assert {tuple(value["steps"]) for value in job.values} == {(0, 1, 2, 2, 3, 4, 5)}
+
+
+def test_a_step_that_all_find_damaged_twice_is_not_made_again(procs: Pool, tmp_path: Path) -> None:
+    wheres = ("forward", "before the update")
+    faults = tuple(Fault(member, 2, where, "damage") for member in range(3) for where in wheres)
+    job = run_elastic(procs, tmp_path, train, Script(faults), terms=THREE, processes=3)
+    assert job.gave_up.startswith("step 2 has failed in two generations, so it is not tried again")
+    assert "a rank raised MessageDamaged: as a connection breaks" in job.gave_up
+    assert {type(outcome.error) for outcome in job.outcomes} == {paceline.errors.WorldNotFormed}
+
+
+def test_a_rank_that_computes_wrong_is_replaced(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    """Its lane is audited in step 2, which the others then make without it."""
+    script = Script((Fault(1, 2, "between", "compute wrong"),), audits=True)
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
+    errors = [outcome.error for outcome in job.outcomes]
+    assert isinstance(errors[1], paceline.errors.WrongGradients)
+    assert errors[1].step == 2
+    assert [loss.member for loss in job.losses] == [1]
+    assert job.losses[0].cause.startswith("raised WrongGradients: rank 1 computes wrong")
+    assert {value["digest"] for value in job.values} == {quiet}
+    assert {tuple(value["steps"]) for value in job.values} == {(0, 1, 2, 2, 3, 4, 5)}
+
+
+def test_of_two_ranks_that_differ_it_is_not_known_who_is_wrong(procs: Pool, tmp_path: Path) -> None:
+    script = Script((Fault(1, 2, "between", "compute wrong"),), audits=True)
+    job = run_elastic(procs, tmp_path, train, script, terms=ElasticTerms(minimum=1, maximum=2), processes=2)
+    assert "a rank raised WrongGradients" in job.gave_up
+    assert "it takes a third rank to say which" in job.gave_up
 
 
 def test_a_rank_is_killed_while_others_wait_for_it_in_the_loader(procs: Pool, tmp_path: Path, quiet: str) -> None:

@@ -343,6 +343,23 @@ def test_a_generation_that_two_times_cannot_be_formed_may_be_begun_anew() -> Non
     assert isinstance(action, GiveUp) and not action.final
 
 
+def test_a_step_that_all_want_to_make_again_is_made_again_once() -> None:
+    job = Job(minimum=1).found()
+    damaged = MemberReady(0, 7, True, "raised MessageDamaged: bucket 1")
+    assert [job.say(member, damaged) for member in (0, 1)] == [
+        [Tell(other, MemberLeft(0, member, damaged.reason)) for other in others]
+        for member, others in ((0, (1, 2)), (1, (2,)))
+    ]
+    job.say(2, damaged)
+    assert job.generation.members == (0, 1, 2)
+    assert not job.coordinator.losses
+    job.form()
+    *_, action = job.say(2, dataclasses.replace(damaged, was=1))
+    assert isinstance(action, GiveUp) and action.final
+    assert action.reason.startswith("step 7 has failed in two generations")
+    assert action.reason.endswith("a rank raised MessageDamaged: bucket 1")
+
+
 def test_all_that_fail_at_once_are_one_try() -> None:
     job = Job(minimum=1).found()
     for member in (0, 1, 2):

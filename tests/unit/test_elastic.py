@@ -1,7 +1,9 @@
 """Elastic in a world of one, which stays as it is: what an attempt puts back, and what is refused."""
 
 import random
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -203,3 +205,65 @@ def test_the_lowest_whole_rank_at_the_highest_step_is_the_source(
     ranks: list[tuple[int, bool]], source: int | None
 ) -> None:
     assert source_of([Standing(step, whole) for step, whole in ranks]) == source
+
+
+class Interrupted(Exception):
+    """What a handler of the script raises."""
+
+
+@pytest.fixture
+def on_alarm() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    earlier = signal.signal(signal.SIGUSR2, interrupt)
+    yield
+    assert signal.getsignal(signal.SIGUSR2) is interrupt, "what the script has installed is there again"
+    signal.signal(signal.SIGUSR2, earlier)
+
+
+@pytest.mark.usefixtures("on_alarm")
+def test_an_interrupt_in_an_update_is_raised_when_the_step_is_committed(quiet: str, script: Script) -> None:
+    script.optimizer.register_step_post_hook(lambda *_: signal.raise_signal(signal.SIGUSR2))
+    for step in range(4):
+        with pytest.raises(Interrupted):
+            script.step()
+        assert script.run.step == step + 1
+    assert script.digest() == quiet
+
+
+@pytest.mark.usefixtures("on_alarm")
+def test_the_second_interrupt_in_an_update_leaves_it(script: Script) -> None:
+    def twice(*_: object) -> None:
+        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(signal.SIGUSR2)
+
+    script.optimizer.register_step_post_hook(twice)
+    with pytest.raises(Interrupted):
+        script.step()
+    assert script.run.step == 0
+
+
+@pytest.mark.usefixtures("on_alarm")
+def test_each_of_two_interrupts_of_an_update_is_handled(script: Script) -> None:
+    noted: list[int] = []
+
+    def both(*_: object) -> None:
+        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(signal.SIGUSR1)
+        assert noted == []
+
+    script.optimizer.register_step_post_hook(both)
+    earlier = signal.signal(signal.SIGUSR1, lambda *_: noted.append(1))
+    try:
+        with pytest.raises(Interrupted):
+            script.step()
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    assert (noted, script.run.step) == ([1], 1)
+
+
+def test_an_update_in_another_thread_has_no_interrupts(script: Script) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(script.step).result()
+    assert script.run.step == 1
