@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from tests.procs.test_ray import TRAINING, Cluster, Launcher, environment, send, tree  # noqa: E402
+from tests.processes import tree  # noqa: E402
+from tests.procs.test_ray import TRAINING, Cluster, Launcher, environment, send  # noqa: E402
 
 
 def measure(cluster: Cluster, folder: Path, number: int) -> tuple[float, float]:

@@ -28,8 +28,9 @@ class Host:
     address: str
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """What runs `words` there. No other process comes between."""
-        return ["ip", "netns", "exec", self.namespace, *words]
+        """What runs `words` there, under a host name of its own. No other process comes between."""
+        named = ("unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"', self.namespace)
+        return ["ip", "netns", "exec", self.namespace, *named, *words]
 
     def cut(self) -> None:
         """Pull its cable: nothing arrives any more, and nobody on the other side is told."""
@@ -39,9 +40,9 @@ class Host:
         """Put the cable back."""
         sh("ip", "-n", self.switch, "link", "set", self.port, "up")
 
-    def slow_down(self, rate: str) -> None:
-        """Let no more than `rate`, as `tc` takes it, leave it or come to it."""
-        limit = ("root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
+    def slow_down(self, rate: str, burst: str = "32kb") -> None:
+        """Let no more than `rate` leave it or come to it; both as `tc` takes them."""
+        limit = ("root", "tbf", "rate", rate, "burst", burst, "latency", "400ms")
         sh("tc", "-n", self.namespace, "qdisc", "add", "dev", INTERFACE, *limit)
         sh("tc", "-n", self.switch, "qdisc", "add", "dev", self.port, *limit)
 
@@ -49,7 +50,7 @@ class Host:
 @contextmanager
 def joined_hosts(count: int) -> Iterator[list[Host]]:
     """Make them, and take them down again. Raises NotPossible."""
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+    if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
         raise NotPossible(f"there is no `{missing[0]}` here to make network namespaces with")
     mark = secrets.token_hex(3)
     switch = f"paceline-{mark}-0"

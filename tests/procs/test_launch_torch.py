@@ -3,24 +3,20 @@
 import json
 import os
 import re
-import secrets
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hosts import INTERFACE, Host, NotPossible, joined_hosts
 from tests.procs.test_launch import says
 
 PORT = 29400
-ADDRESSES = ("10.201.78.1", "10.201.78.2")  # known inside the two namespaces only
 PATIENCE_S = 50.0
 
 # What it listens on is looked at from inside, because the tables of the kernel are those of the own namespace.
@@ -135,57 +131,23 @@ def test_the_torchrun_command_that_is_named_for_two_machines_works(tmp_path: Pat
     ]
 
 
-# ---------------------------------------------------------------------------------------------- a network of its own
-
-
-@dataclass(frozen=True)
-class Machine:
-    namespace: str
-    interface: str
-
-    @property
-    def prefix(self) -> tuple[str, ...]:
-        return ("ip", "netns", "exec", self.namespace)
-
-
-def sh(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
-    if done.returncode:
-        raise OSError(f"`{' '.join(words)}`: {done.stderr.strip()}")
-
-
 @pytest.fixture
-def machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two namespaces that reach each other through a pair of virtual interfaces, gone afterwards."""
-    if shutil.which("ip") is None:
-        pytest.skip("there is no `ip` here to make network namespaces with")
-    mark = secrets.token_hex(3)
-    first, second = (Machine(f"paceline-{mark}-{side}", f"pr{mark}{side}") for side in "ab")
-    with ExitStack() as undo:
-        try:
-            for machine in (first, second):
-                sh("ip", "netns", "add", machine.namespace)
-                undo.callback(sh, "ip", "netns", "del", machine.namespace)
-            sh("ip", "link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
-            for machine, address in zip((first, second), ADDRESSES, strict=True):
-                inside = ("ip", "-n", machine.namespace)
-                sh("ip", "link", "set", machine.interface, "netns", machine.namespace)
-                sh(*inside, "addr", "add", f"{address}/24", "dev", machine.interface)
-                sh(*inside, "link", "set", "lo", "up")
-                sh(*inside, "link", "set", machine.interface, "up")
-        except OSError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error}")
-        yield first, second
+def machine() -> Iterator[Host]:
+    try:
+        with joined_hosts(1) as (made,):
+            yield made
+    except NotPossible as error:
+        pytest.skip(str(error))
 
 
-def test_a_store_listens_at_the_address_that_was_named(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
+def test_a_store_listens_at_the_address_that_was_named(machine: Host, tmp_path: Path) -> None:
     """Whoever starts the ranks: the store of rank 0 is not on all interfaces, where torch would put it."""
     (tmp_path / "ours.py").write_text(OURS)
-    here, own = machines[0], socket.inet_aton(ADDRESSES[0])[::-1].hex().upper()
-    seats = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT)}
+    own = socket.inet_aton(machine.address)[::-1].hex().upper()
+    seats = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": machine.address, "MASTER_PORT": str(PORT)}
     ranks = [
         subprocess.Popen(
-            [*here.prefix, sys.executable, str(tmp_path / "ours.py"), str(tmp_path)],
+            machine.command([sys.executable, str(tmp_path / "ours.py"), str(tmp_path)]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -194,7 +156,7 @@ def test_a_store_listens_at_the_address_that_was_named(machines: tuple[Machine, 
                 **seats,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "GLOO_SOCKET_IFNAME": here.interface,
+                "GLOO_SOCKET_IFNAME": INTERFACE,
                 "TORCHELASTIC_RESTART_COUNT": "0",
             },
         )

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import alive, tree
+
 pytestmark = pytest.mark.timeout(180)  # Ray takes seconds to start, and many on a busy machine
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parent.parent.parent
@@ -90,26 +92,6 @@ class Launcher:
 
 def environment(cluster: Cluster) -> dict[str, str]:
     return {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT / "src")}
-
-
-def tree(root: int) -> list[int]:
-    """A process and all that descend from it."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 def await_death(pids: list[int]) -> None:

@@ -3,15 +3,11 @@
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,10 +21,10 @@ from paceline.collectives.choose import choose
 from paceline.collectives.two_level import TwoLevelTransport
 from paceline.errors import CollectiveError, CollectiveMismatch, PeerLost, UsageError
 from tests.contracts.test_transport import faults_of
+from tests.hosts import INTERFACE, Host, NotPossible, joined_hosts
 from tests.procs.test_lane_sum import wrong_sums
 
 CPU = torch.device("cpu")
-ADDRESSES = ("10.201.77.1", "10.201.77.2")  # known inside the two namespaces only
 PORT = 29500
 RANKS = 4
 UNEVEN = 3  # one of the first host's two ranks owns no slice, since the second host has one
@@ -36,64 +32,34 @@ VICTIM = 3
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Host:
-    namespace: str
-    interface: str
-
-    def start(self, rank: int, body: str, report: Path) -> "subprocess.Popen[str]":
-        code = f"import sys; sys.path[:] = {sys.path!r}; from tests.procs.test_two_level import {body}; {body}()"
-        environ = os.environ | {"GLOO_SOCKET_IFNAME": self.interface, "OMP_NUM_THREADS": "1"}
-        command = ["ip", "netns", "exec", self.namespace, sys.executable, "-W", "error", "-c", code]
-        return subprocess.Popen(
-            [*command, str(rank), self.interface, str(report)], env=environ, stderr=subprocess.PIPE, text=True
-        )
-
-
-def sh(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
-    if done.returncode:
-        raise OSError(f"`{' '.join(words)}`: {done.stderr.strip()}")
+def start_rank(host: Host, rank: int, body: str, report: Path, store: str) -> "subprocess.Popen[str]":
+    code = f"import sys; sys.path[:] = {sys.path!r}; from tests.procs.test_two_level import {body}; {body}()"
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+    command = host.command([sys.executable, "-W", "error", "-c", code, str(rank), str(report), store])
+    return subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    """Two namespaces that reach each other at 1 Gbit/s, gone afterwards."""
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"there is no `{tool}` here to make network namespaces with")
-    mark = secrets.token_hex(3)
-    pair = tuple(Host(f"paceline-{mark}-{side}", f"pl{mark}{side}") for side in "ab")
-    with ExitStack() as undo:
-        try:
-            for host in pair:
-                sh("ip", "netns", "add", host.namespace)
-                undo.callback(sh, "ip", "netns", "del", host.namespace)
-            # Interfaces go with the namespace that they are moved to.
-            sh("ip", "link", "add", pair[0].interface, "type", "veth", "peer", "name", pair[1].interface)
-            for host, address in zip(pair, ADDRESSES, strict=True):
-                inside = ("ip", "-n", host.namespace)
-                sh("ip", "link", "set", host.interface, "netns", host.namespace)
-                sh(*inside, "addr", "add", f"{address}/24", "dev", host.interface)
-                sh(*inside, "link", "set", "lo", "up")
-                sh(*inside, "link", "set", host.interface, "up")
-                limit = ("tbf", "rate", "1gbit", "burst", "512kb", "latency", "100ms")
-                sh("tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", *limit)
-        except OSError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error}")
-        yield pair  # type: ignore[misc]
+def hosts() -> Iterator[list[Host]]:
+    """Two that reach each other at 1 Gbit/s."""
+    try:
+        with joined_hosts(2) as made:
+            made[1].slow_down("1gbit", burst="512kb")
+            yield made
+    except NotPossible as error:
+        pytest.skip(str(error))
 
 
 # -------------------------------------------------------------------------------------------------- on every rank
 
 
-def join_world(size: int) -> tuple[TorchDistTransport, str, Path]:
-    rank, interface, report = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+def join_world(size: int) -> tuple[TorchDistTransport, Path]:
+    rank, report, address = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    store = dist.TCPStore(ADDRESSES[0], PORT, size, rank == 0, timedelta(seconds=30))
+    store = dist.TCPStore(address, PORT, size, rank == 0, timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     assert dist.group.WORLD is not None
-    return TorchDistTransport(dist.group.WORLD), interface, report
+    return TorchDistTransport(dist.group.WORLD), report
 
 
 def leave_world(rank: int, report: Path, found: object, others: Iterable[int]) -> None:
@@ -108,7 +74,7 @@ def leave_world(rank: int, report: Path, found: object, others: Iterable[int]) -
 
 
 def main() -> None:
-    base, interface, report = join_world(RANKS)
+    base, report = join_world(RANKS)
     found: dict[str, Any] = {}
     with pytest.raises(UsageError) as refused:
         choose(base, "shm", [CPU], 20)
@@ -119,8 +85,8 @@ def main() -> None:
     found["wrong"], found["digest"] = reduce_all_sorts(transport)
     found["wrong lanes"] = wrong_sums(transport)
     found["sent"] = {
-        "two levels": bytes_sent(interface, transport, transport.allocate(4 * MIB, torch.float32, CPU)),
-        "one level": bytes_sent(interface, base, torch.zeros(4 * MIB)),
+        "two levels": bytes_sent(transport, transport.allocate(4 * MIB, torch.float32, CPU)),
+        "one level": bytes_sent(base, torch.zeros(4 * MIB)),
     }
     another = transport.dup(20)
     assert isinstance(another, TwoLevelTransport)
@@ -136,7 +102,7 @@ ODD = {"size": (10, torch.float32, Op.SUM), "dtype": (1000, torch.float64, Op.SU
 
 
 def differ() -> None:
-    base, _, report = join_world(UNEVEN)
+    base, report = join_world(UNEVEN)
     cases = (([2], "size"), ([0, 1], "size"), ([0, 1], "dtype"), ([0, 1], "op"), ([1], "size"))
     found = {f"{what} {who}": learned(choose(base, "two-level", [CPU], 20), who, what) for who, what in cases}
     leave_world(base.rank, report, found, range(UNEVEN))
@@ -184,9 +150,9 @@ def reduce_all_sorts(transport: Transport) -> tuple[list[str], str]:
     return wrong, digest.hexdigest()
 
 
-def bytes_sent(interface: str, transport: Transport, flat: torch.Tensor) -> float:
+def bytes_sent(transport: Transport, flat: torch.Tensor) -> float:
     """What this host sent for one all_reduce, as a multiple of the tensor's bytes."""
-    counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes")
+    counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
     settle(transport, transport.all_reduce(flat))
     dist.barrier()
     before = int(counter.read_text())
@@ -213,10 +179,10 @@ def lose_one(transport: Transport, report: Path) -> list[Any]:
 # ------------------------------------------------------------------------------------------------------ looking at it
 
 
-def start(hosts: tuple[Host, Host], folder: Path, body: str, size: int) -> list[str]:
+def start(hosts: list[Host], folder: Path, body: str, size: int) -> list[str]:
     """Run `body` on `size` ranks, the first half of them on the first host. Returns what they wrote to stderr."""
     first = -(-size // 2)
-    ranks = [hosts[rank // first].start(rank, body, folder / str(rank)) for rank in range(size)]
+    ranks = [start_rank(hosts[rank // first], rank, body, folder / str(rank), hosts[0].address) for rank in range(size)]
     try:
         return [rank.communicate(timeout=50)[1] for rank in ranks]
     finally:
@@ -225,7 +191,7 @@ def start(hosts: tuple[Host, Host], folder: Path, body: str, size: int) -> list[
             rank.communicate()
 
 
-def run(hosts: tuple[Host, Host], folder: Path) -> list[dict[str, Any] | None]:
+def run(hosts: list[Host], folder: Path) -> list[dict[str, Any] | None]:
     errors = start(hosts, folder, "main", RANKS)
     for number, error in enumerate(errors):
         assert number == VICTIM or (folder / str(number)).exists(), error
@@ -236,7 +202,7 @@ def each(found: list[dict[str, Any] | None], look: Callable[[dict[str, Any]], ob
     return [look(one) for one in found if one is not None]
 
 
-def test_two_hosts_reduce_in_two_levels(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_two_hosts_reduce_in_two_levels(hosts: list[Host], tmp_path: Path) -> None:
     found = run(hosts, tmp_path)
     survivors = RANKS - 1
     for message in each(found, lambda one: one["refused"]):
@@ -260,7 +226,7 @@ def test_two_hosts_reduce_in_two_levels(hosts: tuple[Host, Host], tmp_path: Path
         assert lost[1] < 5
 
 
-def test_hosts_that_differ_all_learn_it(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_hosts_that_differ_all_learn_it(hosts: list[Host], tmp_path: Path) -> None:
     errors = start(hosts, tmp_path, "differ", UNEVEN)
     usual, small = "all_reduce(sum) of float32[1000]", "all_reduce(sum) of float32[10]"
     for rank, error in enumerate(errors):
