@@ -18,8 +18,10 @@ MAX_REASON = 600  # so that a line stays within 4 KiB, whatever its letters
 
 @dataclass(frozen=True)
 class MemberReady:
-    """A member waits for the next generation. `was` is the one it has left; `whole`: its state is that of `step`.
+    """A member waits for the next generation. `was` is the one it has left; `whole`: its state is that of `step`, or,
+    where states are cut into `shards`, it is the shard with number `shard` of that.
 
+    Its script can work in worlds of a multiple of `multiple` ranks. If `divides` is not 0, the size divides that too.
     `reason`, which continues "rank 1 ", says what has ended that one on all of its ranks, with none of them to blame.
     """
 
@@ -27,6 +29,10 @@ class MemberReady:
     step: int
     whole: bool
     reason: str = ""
+    shards: int = 1
+    shard: int = 0
+    multiple: int = 1
+    divides: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,16 +73,18 @@ class MemberFinished:
 
 @dataclass(frozen=True)
 class Generation:
-    """The next membership. With `heal`, all take everything from `source`, which is at `step`; else no bytes move.
+    """The next membership. `sources` have the state of `step` between them, each the shard of its place; a state that
+    is not cut is that of one of them. Nobody else decides whose state it is.
 
-    Without a source no state is whole, and the newest checkpoint has to do.
+    Without sources no state is whole, and the newest checkpoint has to do. `fresh`: nobody has trained yet, so that is
+    tried first.
     """
 
     number: int
     members: tuple[int, ...]
-    source: int | None
+    sources: tuple[int, ...]
     step: int
-    heal: bool
+    fresh: bool
 
     @property
     def size(self) -> int:
@@ -185,6 +193,4 @@ def _value(value: Any, kind: Any) -> Any:
     if kind == tuple[int, ...]:
         fits = isinstance(value, list) and all(type(part) is int for part in value)
         return tuple(value) if fits else _WRONG
-    if kind == int | None:
-        return value if value is None or type(value) is int else _WRONG
     return value if type(value) is kind else _WRONG

@@ -117,8 +117,7 @@ def main() -> None:
         me.send(MemberReady(was, step, whole))
         generation = me.await_generation(was)
         was, star = generation.number, None
-        if generation.heal and generation.source != me.id:
-            step = generation.step
+        step = generation.step
         whole = True
         try:
             star = Star(me, generation)

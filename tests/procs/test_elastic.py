@@ -226,7 +226,7 @@ def test_a_connection_breaks(procs: Pool, tmp_path: Path, quiet: str) -> None:
     check(job, quiet, lost=0)
     assert [formed.generation.size for formed in job.formed] == [3, 3]
     healed = job.formed[-1].generation
-    assert (healed.source, healed.step, healed.heal) == (2, 3, True)
+    assert (healed.sources, healed.step) == ((2,), 3)
     assert [value["steps"] for value in job.values] == [[0, 1, 2, 3, 4, 5]] * 2 + [[0, 1, 2, 3, 3, 4, 5]]
 
 
@@ -279,7 +279,7 @@ def test_all_are_torn(procs: Pool, tmp_path: Path, quiet: str) -> None:
     script = Script(faults, folder=str(tmp_path))
     job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
     check(job, quiet, lost=0)
-    assert job.formed[-1].generation.source is None
+    assert job.formed[-1].generation.sources == ()
     assert {tuple(value["steps"]) for value in job.values} == {(0, 1, 2, 3, 3, 4, 5)}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from paceline.launch.elastic_actions import (
     Waiting,
 )
 from paceline.launch.job import ElasticTerms
-from paceline.launch.next_generation import next_generation
+from paceline.launch.next_generation import choose_members, next_generation, world_sizes
 from paceline.launch.retries import Retries
 from paceline.member_messages import (
     NEVER,
@@ -114,23 +115,90 @@ class Job:
 
 
 @pytest.mark.parametrize(
-    ("said", "formed", "source", "step", "heal"),
+    ("said", "formed", "sources", "step", "fresh"),
     [
-        ([(5, True), (5, True), (5, True)], True, 0, 5, False),
-        ([(5, True), (6, True), (6, True)], True, 1, 6, True),
-        ([(5, True), (6, False), (0, False)], True, 0, 5, True),
-        ([(5, False), (6, False)], True, None, NEVER, True),
-        ([(0, False), (0, False)], False, 0, 0, True),
-        ([(3, False)], False, 0, 3, False),
-        ([(3, True), (0, False)], False, 0, 3, True),
+        ([(5, True), (5, True), (5, True)], True, (0,), 5, False),
+        ([(5, True), (6, True), (6, True)], True, (1,), 6, False),
+        ([(5, True), (6, False), (0, False)], True, (0,), 5, False),
+        ([(4, False), (3, True), (0, False)], True, (1,), 3, False),
+        ([(5, False), (6, False)], True, (), NEVER, False),
+        ([(0, False), (0, False)], False, (0,), 0, True),
+        ([(3, False)], False, (0,), 3, True),
+        ([(3, True), (0, False)], False, (0,), 3, False),
+        # In shards: step, whether it is whole, how many shards there are, and which it has.
+        ([(5, True, 2, 0), (5, True, 2, 1), (5, True, 2, 0), (5, True, 2, 1)], True, (0, 1), 5, False),
+        ([(5, True, 2, 1), (5, True, 2, 1), (5, True, 2, 0)], True, (2, 0), 5, False),
+        ([(5, True, 2, 1), (5, False, 2, 0), (0, False)], True, (), NEVER, False),
+        ([(6, True, 2, 1), (5, True, 2, 0), (5, True, 2, 1)], True, (1, 2), 5, False),
     ],
 )
-def test_everything_is_taken_from_one_whole_member_at_the_highest_step(
-    said: list[tuple[int, bool]], formed: bool, source: int | None, step: int, heal: bool
+def test_the_state_is_that_of_the_newest_step_of_which_all_shards_are_there(
+    said: list[tuple[Any, ...]], formed: bool, sources: tuple[int, ...], step: int, fresh: bool
 ) -> None:
-    ready = {member: MemberReady(0, *one) for member, one in enumerate(said)}
+    ready = {
+        member: MemberReady(0, at, whole, shards=cut[0] if cut else 1, shard=cut[1] if cut else 0)
+        for member, (at, whole, *cut) in enumerate(said)
+    }
     found = next_generation(4, list(ready), ready, formed)
-    assert found == Generation(4, tuple(ready), source, step, heal)
+    assert found == Generation(4, tuple(ready), sources, step, fresh)
+
+
+@pytest.mark.parametrize(
+    ("shards", "terms", "maximum", "members"),
+    [
+        ([0, 0, 0], (1, 1), 2, [0, 1]),
+        ([1, 0, 1], (2, 2), 4, [1, 0]),  # after the loss of rank 0 of 4, in groups of two: nobody moves
+        ([1, 0, 1, None], (2, 2), 4, [1, 0, 3, 2]),  # its replacement gets its shard and its place
+        ([0, None, 2, 3], (4, 1), 4, [0, 1, 2, 3]),  # not whole
+        ([0, 1, 2, 0, 2], (3, 1), 4, [0, 1, 2, 3]),
+        ([0, 0, 0, 1, 2], (3, 1), 4, [0, 1, 3, 4]),  # shards become others, but all must be there
+        ([0, 1, 0], (2, 4), 4, []),
+    ],
+)
+def test_members_are_chosen_so_that_all_shards_are_there_and_stay_where_they_are(
+    shards: list[int | None], terms: tuple[int, int], maximum: int, members: list[int]
+) -> None:
+    of, multiple = terms
+    ready = {
+        member: MemberReady(0, 5, shard is not None, shards=of, shard=shard or 0, multiple=multiple)
+        for member, shard in enumerate(shards)
+    }
+    assert choose_members(list(ready), ready, maximum) == members
+
+
+def test_worlds_are_of_the_sizes_that_the_script_can_work_with() -> None:
+    assert world_sizes(MemberReady(0, 0, True, multiple=2), 1, 6) == [2, 4, 6]
+    assert world_sizes(MemberReady(0, 0, True, divides=12), 2, 6) == [2, 3, 4, 6]
+
+
+class Pairs(Job):
+    """A job whose script works in pairs of ranks."""
+
+    def ready(self, *members: int, step: int = 0, whole: bool = False, was: int | None = None) -> None:
+        for member in members:
+            shard = self.generation.rank_of(member) % 2 if whole else 0
+            message = MemberReady(self.number if was is None else was, step, whole, "", 2, shard, multiple=2)
+            self.say(member, message)
+
+
+def test_a_world_of_pairs_shrinks_and_grows_by_pairs() -> None:
+    job = Pairs(1, 4).found()
+    job.exit(0)
+    job.ready(1, 2, 3, step=7, whole=True)
+    job.form()
+    assert job.generation == Generation(1, (2, 1), (2, 1), 7, fresh=False)
+    assert not any(isinstance(message, Regroup) for message in job.heard[1])  # one waits, and that is none too many
+    job.ready(4)
+    assert job.heard[1][-1] == Regroup(1)
+    job.ready(2, 1, step=9, whole=True)
+    assert job.generation == Generation(2, (2, 1, 3, 4), (2, 1), 9, fresh=False)  # who has waited is behind
+
+
+def test_a_job_with_no_possible_size_is_given_up() -> None:
+    job = Pairs(3, 3)
+    job.ready(0, 1, 2)
+    (given_up,) = job.of(GiveUp)
+    assert isinstance(given_up, GiveUp) and "a multiple of 2" in given_up.reason
 
 
 # ---------------------------------------------------------------------------------------------------------- a plain job
@@ -142,7 +210,7 @@ def test_a_job_is_founded_when_all_have_come() -> None:
     job.ready(1, 0)
     assert job.coordinator.stage is Stage.FOUNDING
     job.ready(2)
-    assert job.generation == Generation(0, (0, 1, 2), 0, 0, heal=True)
+    assert job.generation == Generation(0, (0, 1, 2), (0,), 0, fresh=True)
     job.now += 2
     job.form()
     assert job.of(Formed) == [Formed(job.generation, 3, 2.0)]
@@ -194,7 +262,7 @@ def test_survivors_form_the_next_generation_at_once_and_the_lost_one_is_replaced
     job.ready(survivors[0], step=7, whole=True)
     assert job.coordinator.stage is Stage.GATHERING  # the other may still be in the last one
     job.ready(survivors[1], step=7, whole=True)
-    assert job.generation == Generation(1, survivors, survivors[0], 7, heal=False)
+    assert job.generation == Generation(1, survivors, (survivors[0],), 7, fresh=False)
     job.now += 0.5
     job.form()
     assert job.coordinator.outages_s == [0.5]
@@ -203,7 +271,7 @@ def test_survivors_form_the_next_generation_at_once_and_the_lost_one_is_replaced
     job.ready(survivors[1], step=9, whole=True)
     assert job.heard[survivors[0]][-1] == Regroup(1)  # nobody is told of one who leaves because it was asked to
     job.ready(survivors[0], step=9, whole=True)
-    assert job.generation == Generation(2, (*survivors, 3), survivors[0], 9, heal=True)
+    assert job.generation == Generation(2, (*survivors, 3), (survivors[0],), 9, fresh=False)
     job.form()
     assert job.of(Formed)[-1] == Formed(job.generation, 1, 0.0)
 
@@ -213,7 +281,7 @@ def test_a_spare_takes_the_place_of_the_lost_one_at_once() -> None:
     job.ready(2, was=NEVER)
     job.exit(0)
     job.ready(1, step=7, whole=True)
-    assert job.generation == Generation(1, (1, 2), 1, 7, heal=True)
+    assert job.generation == Generation(1, (1, 2), (1,), 7, fresh=False)
     assert job.slots[3] == 0  # the next spare
 
 
@@ -227,7 +295,7 @@ def test_a_loss_while_a_generation_is_formed_is_followed_by_the_next_one() -> No
     job.exit(2)
     assert job.heard[1][-1] == MemberLeft(1, 2, "was killed by SIGKILL")
     job.ready(1, step=7, whole=True)
-    assert job.generation == Generation(2, (1,), 1, 7, heal=False)
+    assert job.generation == Generation(2, (1,), (1,), 7, fresh=False)
     job.form()
     assert len(job.coordinator.outages_s) == 1  # one long one
 
@@ -251,7 +319,7 @@ def test_a_loss_while_members_regroup_is_told_to_those_who_have_not_left() -> No
     job.exit(1)
     assert job.heard[2][-2:] == [MemberLeft(1, 0, "has left it"), MemberLeft(1, 1, "was killed by SIGKILL")]
     job.ready(2, step=4, whole=True)
-    assert job.generation == Generation(2, (0, 2, 4), 0, 5, heal=True)
+    assert job.generation == Generation(2, (0, 2, 4), (0,), 5, fresh=False)
 
 
 def test_one_that_does_not_follow_when_others_regroup_is_told() -> None:
@@ -283,14 +351,14 @@ def test_when_all_are_lost_the_checkpoint_has_to_do() -> None:
     job.ready(2, was=NEVER)
     assert job.coordinator.stage is Stage.GATHERING  # as at the beginning, the others are waited for
     job.ready(3, was=NEVER)
-    assert job.generation == Generation(1, (2, 3), None, NEVER, heal=True)
+    assert job.generation == Generation(1, (2, 3), (), NEVER, fresh=False)
 
 
 def test_torn_members_alone_have_no_source() -> None:
     job = Job().found()
     job.exit(0)
     job.ready(1, 2, step=7, whole=False)
-    assert job.generation.source is None
+    assert job.generation.sources == ()
 
 
 # ----------------------------------------------------------------------------------------------------------- giving up
@@ -543,7 +611,7 @@ def test_whatever_happens(minimum: int, more: int, spares: int, moves: list[tupl
         assert set(generation.members) <= set(job.slots)
         assert minimum <= generation.size <= minimum + more
         assert {action.member for action in told} >= set(generation.members)
-        assert generation.source is None or generation.source in generation.members
+        assert set(generation.sources) <= set(generation.members)
     check_that_it_ends(job)
 
 

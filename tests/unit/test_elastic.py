@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import paceline
-from paceline.elastic.healing import Standing, source_of
 from paceline.errors import IllegalMove, UsageError
 
 
@@ -190,21 +189,6 @@ def test_it_begins_where_the_newest_checkpoint_is(tmp_path: Any, quiet: str) -> 
     second.run.finish()
     saves.__exit__(None, None, None)
     torch.set_rng_state(drawn)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "source"),
-    [
-        ([(3, True), (3, True)], 0),
-        ([(3, True), (4, True), (4, True)], 1),
-        ([(4, False), (3, True), (0, False)], 1),
-        ([(4, False), (0, False)], None),
-    ],
-)
-def test_the_lowest_whole_rank_at_the_highest_step_is_the_source(
-    ranks: list[tuple[int, bool]], source: int | None
-) -> None:
-    assert source_of([Standing(step, whole) for step, whole in ranks]) == source
 
 
 class Interrupted(Exception):

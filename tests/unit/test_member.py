@@ -43,8 +43,8 @@ FROM_MEMBER = (
     MemberFinished(3, 100),
 )
 FROM_LAUNCHER: tuple[FromLauncher, ...] = (
-    Generation(2, (4, 1), 4, 17, True),
-    Generation(2, (), None, -1, False),
+    Generation(2, (4, 1), (4,), 17, False),
+    Generation(2, (), (), -1, False),
     StoreAt(2, "127.0.0.1", 4711),
     MemberLeft(2, 1, "was killed by SIGKILL"),
     Regroup(2),
@@ -109,7 +109,7 @@ json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
-whole = json.loads(to_line(Generation(2, (4, 1), 4, 17, True)))
+whole = json.loads(to_line(Generation(2, (4, 1), (4,), 17, False)))
 
 
 @given(st.binary() | st.fixed_dictionaries(dict.fromkeys(whole, json_values)).map(lambda x: json.dumps(x).encode()))
@@ -130,7 +130,7 @@ def test_a_line_that_means_harm_is_no_message(line: bytes) -> None:
 
 
 def test_a_generation_is_awaited(wire: Wire) -> None:
-    wire.tell(Generation(0, (1, 4), 1, 0, True), StoreAt(0, "127.0.0.1", 99))
+    wire.tell(Generation(0, (1, 4), (1,), 0, False), StoreAt(0, "127.0.0.1", 99))
     found = wire.member.await_generation()
     assert (found.number, found.size, found.rank_of(4)) == (0, 2, 1)
     assert wire.member.await_store(0) == ("127.0.0.1", 99)
@@ -138,21 +138,21 @@ def test_a_generation_is_awaited(wire: Wire) -> None:
 
 
 def test_a_generation_without_this_member_is_none_of_its_business(wire: Wire) -> None:
-    wire.tell(Generation(0, (1, 2), 1, 0, True), Generation(1, (1, 2, 4), 1, 3, True))
+    wire.tell(Generation(0, (1, 2), (1,), 0, False), Generation(1, (1, 2, 4), (1,), 3, False))
     assert wire.member.await_generation().number == 1
 
 
 def test_only_a_later_generation_is_waited_for(wire: Wire) -> None:
-    wire.tell(Generation(0, (4,), 4, 0, False))
+    wire.tell(Generation(0, (4,), (4,), 0, False))
     wire.member.await_generation()
-    later = threading.Timer(0.2, wire.tell, [Generation(1, (4, 5), 4, 7, True)])
+    later = threading.Timer(0.2, wire.tell, [Generation(1, (4, 5), (4,), 7, False)])
     later.start()
     assert wire.member.await_generation(after=0).number == 1
     later.join()
 
 
 def test_a_death_while_a_group_is_formed_is_felt_at_once(wire: Wire) -> None:
-    wire.tell(Generation(0, (1, 4), 1, 0, True), MemberLeft(0, 1, "was killed by SIGKILL"))
+    wire.tell(Generation(0, (1, 4), (1,), 0, False), MemberLeft(0, 1, "was killed by SIGKILL"))
     wire.member.await_generation()
     with pytest.raises(PeerLost, match="member 1 was killed by SIGKILL"):
         wire.member.await_store(0)
@@ -167,7 +167,7 @@ def test_who_has_left_is_told_to_all_who_ask(wire: Wire) -> None:
     wire.tell(MemberLeft(0, 1, "was killed by SIGKILL"))
     assert known.wait(10)
     stop()
-    wire.tell(MemberLeft(1, 2, "left"), Regroup(1), Generation(1, (4,), 4, 0, False))
+    wire.tell(MemberLeft(1, 2, "left"), Regroup(1), Generation(1, (4,), (4,), 0, False))
     wire.member.await_generation(after=0)
     assert heard == [MemberLeft(0, 1, "was killed by SIGKILL")]
     assert [one.member for one in wire.member.ended(1)] == [2]
@@ -205,7 +205,7 @@ def test_messages_that_nobody_takes_are_an_error() -> None:
 
 
 def test_a_store_that_never_comes(wire: Wire) -> None:
-    wire.tell(Generation(0, (1, 4), 1, 0, True))
+    wire.tell(Generation(0, (1, 4), (1,), 0, False))
     wire.member.await_generation()
     with pytest.raises(WorldNotFormed, match="within 0.1 s where its store listens"):
         wire.member.await_store(0, timeout_s=0.1)
@@ -256,7 +256,7 @@ assert os.waitpid(pid, 0)[1] == 0
 print(member.await_generation().number)
 """
     inner, outer = os.pipe()
-    os.write(outer, to_line(Generation(5, (7,), 7, 0, False)))
+    os.write(outer, to_line(Generation(5, (7,), (7,), 0, False)))
     environment = {**os.environ, MEMBER_NAME: "7", MEMBERSHIP_NAME: f"{inner}:{os.fstat(inner).st_ino}"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, pass_fds=[inner], capture_output=True, text=True, timeout=30

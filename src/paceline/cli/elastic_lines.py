@@ -32,7 +32,7 @@ class ElasticLines:
         self._joined += formed.joined
         self._between_s.append(formed.took_s)
         new = f" ({formed.joined} new)" if formed.joined else ""
-        start = "from the newest checkpoint" if generation.source is None else f"from step {generation.step}"
+        start = f"from step {generation.step}" if generation.sources else "from the newest checkpoint"
         go = "goes" if generation.size == 1 else "go"
         return f"generation {generation.number}: {ranks}{new} {go} on {start} after {formed.took_s:.2f} s"
 

@@ -1,12 +1,9 @@
-"""Which state the ranks of a new generation go on from, and how those that do not have it get it: in one piece.
+"""How the ranks of a new generation that do not have the state that it goes on from get it: in one piece.
 
-Survivors that are all whole at one step have it already, and no bytes move. Otherwise all that are behind, torn or new
-take everything from the lowest rank that is whole at the highest step. Never a part of it: ranks that were healed
-tensor by tensor have ended in a state that no run has been in.
+The launcher says whose state that is (`launch/next_generation.py`). Survivors that are all whole at one step have it
+already, and no bytes move. Otherwise all that are behind, torn or new take everything from one rank. Never a part of
+it: ranks that were healed tensor by tensor have ended in a state that no run has been in.
 """
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,27 +16,13 @@ from paceline.stored.packed import pack, unpack
 WHAT = "the comparison of states"
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where one rank of a new generation stands."""
-
-    step: int
-    whole: bool
-
-
-def compare_standing(group: Group, step: int, *, whole: bool, declared: Declared) -> list[Standing]:
-    """Where all ranks stand. All of them call it. Raises UsageError on all if they have declared different things."""
-    rows = gather_ints(group, [step, int(whole), declared.signature()], WHAT)
-    if len({signature for _, _, signature in rows}) > 1:
+def compare_declared(group: Group, declared: Declared, *, behind: bool) -> list[bool]:
+    """Which ranks are behind. All of them call it. Raises UsageError on all if they have declared different things."""
+    rows = gather_ints(group, [int(behind), declared.signature()], WHAT)
+    if len({signature for _, signature in rows}) > 1:
         told = gather_unless_equal(group, {name: type(t).__name__ for name, t in declared.things.items()}, WHAT)
         raise UsageError(f"ranks have declared different things to paceline.Elastic: {told}; declare the same on all")
-    return [Standing(step, bool(is_whole)) for step, is_whole, _ in rows]
-
-
-def source_of(ranks: Sequence[Standing]) -> int | None:
-    """The lowest whole rank at the highest step. None: nobody is whole."""
-    whole = [rank for rank, state in enumerate(ranks) if state.whole]
-    return max(whole, key=lambda rank: (ranks[rank].step, -rank)) if whole else None
+    return [bool(is_behind) for is_behind, _ in rows]
 
 
 def heal(group: Group, declared: Declared, source: int, *, behind: bool) -> bool:

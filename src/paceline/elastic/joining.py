@@ -9,7 +9,7 @@ from paceline.collectives.group import Group
 from paceline.elastic.before_attempt import BeforeAttempt
 from paceline.elastic.declared import Declared
 from paceline.elastic.generations import Generations
-from paceline.elastic.healing import Standing, compare_standing, heal, source_of
+from paceline.elastic.healing import compare_declared, heal
 from paceline.elastic.losses import LOSSES
 from paceline.elastic.transaction import Transaction
 from paceline.errors import WorldNotFormed
@@ -94,25 +94,22 @@ class Joining:
             thing.follow_group()
         for replica in self._declared.replicas:
             enter_generation(replica)
-        mark = self._transaction
-        ranks = compare_standing(group, mark.step, whole=mark.whole, declared=self._declared)
-        source = source_of(ranks)
-        if source is None and self._take_newest():
+        mark, fresh = self._transaction, generation.fresh
+        sources = [generation.rank_of(member) for member in generation.sources]
+        has_it = group.rank in sources if fresh else mark.whole and mark.step == generation.step
+        behind = compare_declared(group, self._declared, behind=not has_it)
+        if (fresh or not sources) and self._take_newest():
             return
-        if source is None and generation.source is not None:  # nobody has trained yet
-            source = generation.rank_of(generation.source)
-        if source is None:
+        if not sources:
             raise WorldNotFormed(
                 "no rank that is left has the whole state of a step, and there is no checkpoint to go on from: pass "
                 "checkpoints=paceline.Checkpointer(...) to paceline.Elastic, and save"
             )
-        top = ranks[source]
-        if not top.whole or any(rank != top for rank in ranks):
-            behind = group.rank != source and ranks[group.rank] != Standing(top.step, whole=True)
-            if behind:
+        if any(behind):
+            if not has_it:
                 mark.tear()  # until all of it is there
-            heal(group, self._declared, source, behind=behind)
-        self._go_on(top.step)
+            heal(group, self._declared, sources[0], behind=not has_it)
+        self._go_on(generation.step)
 
     def _take_newest(self) -> bool:
         """Go on from what was stored, if anything was. All ranks call it."""

@@ -11,7 +11,7 @@ It is told what members say and how they end, and returns what is to be done. A 
 it is announced, and none is announced while a living member of the one before may still be in it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -30,7 +30,7 @@ from paceline.launch.elastic_actions import (
 )
 from paceline.launch.job import ElasticTerms
 from paceline.launch.lines import name_ranks
-from paceline.launch.next_generation import next_generation
+from paceline.launch.next_generation import choose_members, next_generation, world_sizes
 from paceline.launch.retries import Retries
 from paceline.member_messages import (
     NEVER,
@@ -200,7 +200,7 @@ class Coordinator:
 
     def _on_failed(self, living: _Living, message: MemberFailed, now: float) -> Iterator[Action]:
         cause = f"raised {message.reason.rstrip(': ')}"
-        living.failed, living.failed_at = message, now
+        living.failed, living.failed_at, living.ready = message, now, None
         yield self._note_loss(living, message.step, cause)
         if living.member in self._seats:
             yield from self._leave(living.member, cause, now)
@@ -295,35 +295,39 @@ class Coordinator:
         if self.stage is Stage.WORKING:
             yield from self._ask_to_regroup(now)
         elif self.stage in (Stage.FOUNDING, Stage.GATHERING) and not self._seats:
-            members = self._candidates()
+            candidates, ready = self._candidates(), self._ready()
+            members = choose_members(candidates, ready, self._terms.maximum)
             if len(members) < self._terms.minimum:
-                yield from self._wait_below_minimum(len(members), now)
-            elif self._has_survivors(members) or self._is_complete(members, now):
+                yield from self._wait_below_minimum(candidates, ready, now)
+            elif self._has_survivors(members) or self._is_complete(candidates, now):
                 yield from self._form(members, now)
 
     def _candidates(self) -> list[int]:
         """Who could be in the next generation: survivors in their order, and then those who are new."""
         before = self.generation.members if self.generation is not None else ()
-        waiting = [member for member, living in self._living.items() if living.ready is not None]
+        waiting = self._ready()
         survivors = [member for member in before if member in waiting]
-        return [*survivors, *sorted(set(waiting) - set(survivors))][: self._terms.maximum]
+        return [*survivors, *sorted(set(waiting) - set(survivors))]
+
+    def _ready(self) -> dict[int, MemberReady]:
+        """What those have said who wait for a generation."""
+        return {member: living.ready for member, living in self._living.items() if living.ready is not None}
 
     def _has_survivors(self, members: list[int]) -> bool:
         """Whether somebody has come out of the last generation: others may join them later."""
         return self.generation is not None and not set(self.generation.members).isdisjoint(members)
 
-    def _is_complete(self, members: list[int], now: float) -> bool:
+    def _is_complete(self, candidates: list[int], now: float) -> bool:
         """Whether all have come who can be there at a beginning, or it has waited for them for long enough."""
         self._enough_since = now if self._enough_since is None else self._enough_since
         awaited = [living for living in self._living.values() if living.ready is None and living.failed is None]
         late = now - self._enough_since >= self._terms.patience_s
-        return len(members) == self._terms.maximum or late or not awaited
+        return len(candidates) >= self._terms.maximum or late or not awaited
 
     def _form(self, members: list[int], now: float) -> Iterator[Action]:
         before = self.generation
-        ready = {member: living.ready for member in members if (living := self._living[member]).ready is not None}
         number = 0 if before is None else before.number + 1
-        self.generation = next_generation(number, members, ready, self._ever_formed)
+        self.generation = next_generation(number, members, self._ready(), self._ever_formed)
         self._joined = len(set(members) - set(before.members if before is not None else ()))
         self._seats, self._formed = set(members), set()
         self._quiet, self._short_since, self._enough_since, self._asked_at = None, None, None, now
@@ -335,8 +339,9 @@ class Coordinator:
 
     def _ask_to_regroup(self, now: float) -> Iterator[Action]:
         assert self.generation is not None
-        waiting = any(living.ready is not None for living in self._living.values())
-        if waiting and self._quiet is None and self.generation.size < self._terms.maximum:
+        waiting, size = self._ready(), self.generation.size
+        most = min(size + len(waiting), self._terms.maximum)
+        if waiting and self._quiet is None and world_sizes(next(iter(waiting.values())), size + 1, most):
             self._quiet, self._asked_at = [], now
             yield from self._tell_seats(Regroup(self.generation.number))
 
@@ -369,25 +374,36 @@ class Coordinator:
             does = "what it does" if len(self._seats) == 1 else "what they do"
             yield from self._say(f"the next generation waits for {late} to come to the end of {does}")
 
-    def _wait_below_minimum(self, there: int, now: float) -> Iterator[Action]:
-        terms = self._terms
+    def _wait_below_minimum(
+        self, candidates: list[int], ready: Mapping[int, MemberReady], now: float
+    ) -> Iterator[Action]:
+        terms, there, least = self._terms, len(candidates), self._terms.minimum
+        if candidates:
+            one = ready[candidates[0]]
+            least = min(world_sizes(one, terms.minimum, terms.maximum), default=0)
+            if not least:
+                yield self._give_up(
+                    f"the script can work only with numbers of ranks that are a multiple of {one.multiple}"
+                    + (f" and divide {one.divides}" if one.divides else "")
+                    + f", and none from {terms.minimum} to {terms.maximum} is"
+                )
+                return
         coming = sum(living.ready is None for living in self._living.values())
         if not coming:
             yield self._give_up(
-                f"{_ranks(there)} left of at least {terms.minimum}, and those that were started ended before they "
-                f"could join"
+                f"{_ranks(there)} left of at least {least}, and those that were started ended before they could join"
             )
         elif self.stage is Stage.GATHERING:
             self._short_since = now if self._short_since is None else self._short_since
             limit_s = terms.recovery_s
             if now - self._short_since > limit_s:
                 yield self._give_up(
-                    f"{_ranks(there)} there of at least {terms.minimum}, for longer than {limit_s:g} s; {coming} did "
+                    f"{_ranks(there)} there of at least {least}, for longer than {limit_s:g} s; {coming} did "
                     f"not start in that time"
                 )
             elif now - self._short_since >= SAY_SHORT_S:
                 yield from self._say(
-                    f"{_ranks(there)} left of at least {terms.minimum}: waiting for {coming} to start, for at most "
+                    f"{_ranks(there)} left of at least {least}: waiting for {coming} to start, for at most "
                     f"{limit_s:g} s"
                 )
 
