@@ -30,9 +30,7 @@ def duplicate(
     group: dist.ProcessGroup, devices: Collection[torch.device], timeout_s: float | None
 ) -> tuple[StoreWatch, Callable[[], dist.ProcessGroup]] | None:
     """Prepare a duplicate of `group` for the tensors of `devices`: the watch over its ranks, and what forms it when it
-    is first needed. None if its backend cannot be duplicated.
-
-    What forms it returns `group` itself if some rank cannot connect a second time. In both cases rank 0 logs a warning.
+    is first needed. None if its backend cannot be duplicated, which rank 0 says in a warning.
     """
     rank, size = group.rank(), group.size()
     store = store_of(group)
@@ -46,12 +44,9 @@ def duplicate(
 
     def form() -> dist.ProcessGroup:
         own_store = PrefixStore(f"paceline/replica {number}", store)
-        # Asked first: whoever cannot connect would leave the others waiting in gloo's constructor.
         rendezvous = Rendezvous(own_store, rank, size, watch, timeout_s)
-        told = rendezvous.gather("able", obstacle_to(backends))
-        if obstacles := [f"rank {peer}: {text}" for peer, text in enumerate(told) if text]:
-            _warn_of_sharing(rank, f"could not be duplicated ({obstacles[0]})")
-            return group
+        # Met first: a rank that has died would leave a thread of the others waiting in gloo's constructor.
+        rendezvous.gather("met", "")
         # On a thread: gloo's constructor blocks until every rank is there.
         what = f"the forming of replica {number}'s own group"
         return rendezvous.call(lambda _: form_own_group(backends, own_store, rank, size), what=what)
@@ -133,16 +128,6 @@ def own_backends(group: dist.ProcessGroup, kinds: Collection[str] = ()) -> dict[
     return {name: group._get_backend(torch.device(_KINDS[name])) for name in sorted(needed)}
 
 
-def obstacle_to(backends: Collection[str]) -> str:
-    """Why this rank cannot make such backends, as far as it can tell by itself. Empty if it can."""
-    if "gloo" in backends:
-        try:
-            dist.ProcessGroupGloo.create_default_device()
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-    return ""
-
-
 def form_own_group(
     backends: Mapping[str, Any], store: Store, rank: int, size: int, *, ranks: Sequence[int] = ()
 ) -> dist.ProcessGroup:
@@ -154,7 +139,7 @@ def form_own_group(
     own = dist.ProcessGroup(store, rank, size)
     for name, like in backends.items():
         if name == "gloo":
-            made: Any = dist.ProcessGroupGloo(store, rank, size, like.options._timeout)
+            made: Any = dist.ProcessGroupGloo(store, rank, size, _gloo_options(like))
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             with _errors_are_ours():
@@ -179,6 +164,15 @@ def _errors_are_ours() -> Iterator[None]:
             del os.environ[_HANDLING]
         else:
             os.environ[_HANDLING] = before
+
+
+def _gloo_options(like: Any) -> Any:
+    """Options for a group that listens and connects where `like` does, through the same devices: a device of its own
+    would listen where this machine's name leads."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = like.options._timeout
+    options._devices = like.options._devices
+    return options
 
 
 def _nccl_options(like: Any, ranks: Sequence[int]) -> Any:

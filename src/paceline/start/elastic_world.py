@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from paceline.member import Member
 from paceline.member_messages import LOOPBACK, Generation, MemberStore
 from paceline.progress import own_progress
 from paceline.rank_report import STORE_HOST_NAME
+from paceline.start.bound_store import host_store
 from paceline.start.forming import default_backend, form_group, leave_group
 from paceline.start.rendezvous import STORE_TIMEOUT
 from paceline.tcp_connections import ports_of, sever_connections
@@ -138,22 +138,10 @@ class _Meeting:
         return PrefixStore("group", store), tuple(Identity(**json.loads(text)) for text in told)
 
     def _host(self) -> Store:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Loopback, unless the launcher has placed members on other machines.
         host = os.environ.get(STORE_HOST_NAME, LOOPBACK)
-        listener.bind((host, 0))
-        listener.listen(socket.SOMAXCONN)
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=CONNECT_S),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        self._member.send(MemberStore(self._generation.number, port, host))
+        store = host_store(host, 0, timedelta(seconds=CONNECT_S))
+        self._member.send(MemberStore(self._generation.number, store.port, host))
         return store
 
     def _reach(self) -> Store:

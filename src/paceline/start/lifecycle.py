@@ -11,6 +11,7 @@ from paceline.collectives.peers import post_end
 from paceline.errors import IllegalMove, UsageError, WorldNotFormed
 from paceline.member import in_elastic_job
 from paceline.progress import own_progress
+from paceline.start.bound_store import gloo_on_loopback, is_loopback
 from paceline.start.elastic_world import check_formed, elastic_world
 from paceline.start.forming import default_backend, form_group
 from paceline.start.rendezvous import rendezvous
@@ -152,7 +153,8 @@ def _form(world: World, backend: str, timeout: float, device: torch.device) -> N
     # must not hold the others longer than they were told to wait.
     left = max(1.0, timeout - (time.monotonic() - started))
     try:
-        form_group(store, world.rank, world.size, backend, device, left)
+        with gloo_on_loopback(is_loopback(world.master_addr)):
+            form_group(store, world.rank, world.size, backend, device, left)
     except (RuntimeError, ValueError) as error:
         raise WorldNotFormed(
             f"rank {world.rank}: all {world.size} ranks arrived, but the {backend!r} group could not connect "

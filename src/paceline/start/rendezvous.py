@@ -4,7 +4,6 @@ Every rank announces itself in a store at rank 0, rank 0 makes one decision for 
 the decision is "go", or says who is missing. All waiting is in short slices, so Ctrl-C ends it.
 """
 
-import errno
 import json
 import os
 import socket
@@ -17,6 +16,7 @@ from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, T
 
 from paceline.collectives.store_call import StoreCall
 from paceline.errors import WorldError, WorldNotFormed
+from paceline.start.bound_store import host_store
 from paceline.world import World
 
 SLICE_S = 0.05
@@ -91,44 +91,13 @@ def _open_store(world: World, deadline: float, timeout_s: float) -> TCPStore:
 
 def _host_store(address: str, port: int, handshake: timedelta) -> TCPStore:
     try:
-        listener = _listener(address, port)
-        return TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=handshake,
-            wait_for_workers=False,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
+        return host_store(address, port, handshake)
     except (OSError, DistNetworkError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WorldError(
             f"rank 0 cannot listen at {address}:{port}: {reason}; expected a free port in MASTER_PORT "
             f"(another job may hold this one)"
         ) from error
-
-
-def _listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens at `address` and nowhere else; None leaves it to the store.
-
-    Left to itself the store listens on all interfaces and trusts whoever connects. It has to where `address` is a name,
-    which may stand for something else on another machine, or, behind an address translation, not one of this machine's.
-    """
-    try:
-        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-    except socket.gaierror:
-        return None
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-        listener.listen(socket.SOMAXCONN)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            return None
-        raise
-    return listener
 
 
 def _reach(world: World, address: str, deadline: float, timeout_s: float) -> None:

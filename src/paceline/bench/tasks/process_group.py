@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from paceline.bench.tasks import Task
 from paceline.errors import UsageError
+from paceline.launch.rank_environment import LOOPBACK
+from paceline.start.bound_store import host_store
 
 TIMEOUT = timedelta(seconds=300)
 
@@ -25,7 +27,7 @@ class GroupTask(Task):
     def bind(self) -> int:
         if self._rank or self._size == 1:
             return 0
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        self._store = host_store(LOOPBACK, 0, TIMEOUT)
         return int(self._store.port)
 
     def _form_group(self, port: int, device: torch.device, backend: str = "auto") -> None:
@@ -33,7 +35,7 @@ class GroupTask(Task):
         if self._size == 1:
             store: dist.Store = dist.HashStore()
         else:
-            self._store = self._store or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+            self._store = self._store or dist.TCPStore(LOOPBACK, port, is_master=False, timeout=TIMEOUT)
             store = self._store
             # Accelerate and DeepSpeed read it even though the group exists.
             os.environ["MASTER_PORT"] = str(port)
