@@ -22,6 +22,7 @@ LONGEST = (
     "procs/test_shm.py",
     "procs/test_launch.py",
     "procs/test_ray.py",
+    "procs/test_listeners.py",
     "procs/test_elastic_launch.py",
     "procs/test_two_level.py",
     "procs/test_hosts.py",

@@ -1,6 +1,5 @@
-"""What processes listen on, as the kernel's own tables say it: whoever opened the socket, and whatever it calls itself."""
+"""What processes listen on, as the kernel's own tables say it, whoever opened the socket."""
 
-import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -66,7 +65,7 @@ def _listeners_of(process: Path) -> set[Listener]:
 def _sockets_of(process: Path) -> Iterator[str]:
     for entry in (process / "fd").iterdir():
         with suppress(OSError):  # closed meanwhile
-            target = os.readlink(entry)
+            target = str(entry.readlink())
             if target.startswith("socket:["):
                 yield target[len("socket:[") : -1]
 

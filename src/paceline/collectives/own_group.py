@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.store_gather import Rendezvous
-from paceline.collectives.torch_store import store_of, watch_of
+from paceline.collectives.torch_store import store_is_reachable, store_of, watch_of
 from paceline.collectives.watch import StoreWatch
 
 logger = logging.getLogger("paceline")
@@ -30,7 +30,9 @@ def duplicate(
     group: dist.ProcessGroup, devices: Collection[torch.device], timeout_s: float | None
 ) -> tuple[StoreWatch, Callable[[], dist.ProcessGroup]] | None:
     """Prepare a duplicate of `group` for the tensors of `devices`: the watch over its ranks, and what forms it when it
-    is first needed. None if its backend cannot be duplicated, which rank 0 says in a warning.
+    is first needed. None if its backend cannot be duplicated.
+
+    What forms it returns `group` itself if some rank cannot connect a second time. In both cases rank 0 logs a warning.
     """
     rank, size = group.rank(), group.size()
     store = store_of(group)
@@ -44,9 +46,12 @@ def duplicate(
 
     def form() -> dist.ProcessGroup:
         own_store = PrefixStore(f"paceline/replica {number}", store)
+        # Asked first: whoever cannot connect would leave the others waiting in gloo's constructor.
         rendezvous = Rendezvous(own_store, rank, size, watch, timeout_s)
-        # Met first: a rank that has died would leave a thread of the others waiting in gloo's constructor.
-        rendezvous.gather("met", "")
+        told = rendezvous.gather("able", "" if store_is_reachable(store) else "it cannot reach the store any more")
+        if obstacles := [f"rank {peer}: {text}" for peer, text in enumerate(told) if text]:
+            _warn_of_sharing(rank, f"could not be duplicated ({obstacles[0]})")
+            return group
         # On a thread: gloo's constructor blocks until every rank is there.
         what = f"the forming of replica {number}'s own group"
         return rendezvous.call(lambda _: form_own_group(backends, own_store, rank, size), what=what)

@@ -1,6 +1,7 @@
 """The store that a torch process group was formed with, and the watch over its ranks through it."""
 
 import os
+import socket
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -26,11 +27,31 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
     return entry[1] if entry is not None else None
 
 
-def _store_host(group: dist.ProcessGroup, store: Store | None) -> int | None:
-    """The rank whose process answers for a TCPStore: global rank 0, unless a launcher's agent does."""
+def store_is_reachable(store: Store) -> bool:
+    """Whether this process could connect to a TCPStore anew: it may have been moved to another network. No packet is
+    sent, and nothing listens."""
+    base = _base_of(store)
+    if not isinstance(base, TCPStore):
+        return True
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+    except OSError:
+        return False
+    return True
+
+
+def _base_of(store: Store | None) -> Store | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def _store_host(group: dist.ProcessGroup, store: Store | None) -> int | None:
+    """The rank whose process answers for a TCPStore: global rank 0, unless a launcher's agent does."""
+    base = _base_of(store)
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not isinstance(store, TCPStore) or agents or 0 not in dist.get_process_group_ranks(group):
+    if not isinstance(base, TCPStore) or agents or 0 not in dist.get_process_group_ranks(group):
         return None
     return dist.get_group_rank(group, 0)
