@@ -174,7 +174,7 @@ def _errors_are_ours() -> Iterator[None]:
 def _gloo_options(like: Any) -> Any:
     """Options for a group that listens and connects where `like` does, through the same devices: a device of its own
     would listen where this machine's name leads."""
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = like.options._timeout
     options._devices = like.options._devices
     return options
