@@ -184,4 +184,4 @@ def test_a_hang_of_a_script_without_our_class_is_found_where_a_limit_was_given(t
     line = next(number for number, text in enumerate(PLAIN.splitlines(), start=1) if "here" in text)
     assert told[0].startswith("rank 1 froze: no rank has done anything for "), told
     assert f"script.py:{line} in rest" in told[0] and "rank 0 in " in told[0], told
-    assert told[1].startswith("rank 0 hangs in native code that keeps the interpreter's lock (GIL): no Python"), told
+    assert told[1].startswith("rank 0 hangs in native code that keeps the interpreter's lock (GIL): no rank"), told

@@ -47,15 +47,17 @@ def test_if_all_are_in_collectives_none_of_them_is_picked() -> None:
 def test_nothing_is_a_hang_while_a_rank_works_or_without_a_limit() -> None:
     assert watch(PlainScripts(LIMIT_S), 60, share=(0.0, 0.1)) == (None, [])
     assert watch(PlainScripts(None), 60) == (None, [])
-    assert watch(PlainScripts(LIMIT_S), 60, beats=False) == (None, [])  # a program that is not Python
+    assert watch(PlainScripts(LIMIT_S), 60, beats=False, rests=([], [])) == (None, [])  # a program that is not Python
+    assert watch(PlainScripts(LIMIT_S), 60, rests=(ELSEWHERE, ELSEWHERE)) == (None, [])  # nobody waits for anybody
 
 
-def test_a_rank_in_which_no_python_runs_is_named_once_and_is_a_hang_at_the_limit() -> None:
-    hang, said = watch(PlainScripts(LIMIT_S), 60, silent=1, share=(1.0, 1.0))
-    assert hang is not None and hang.ranks == (1,) and "no Python has run for 11 s" in hang.reason
-    hang, said = watch(PlainScripts(None), 60, silent=1, share=(1.0, 1.0))
-    assert hang is None
-    assert said == ["rank 1 has run no Python for 16 s: native code keeps the interpreter's lock (GIL)"]
+def test_a_rank_in_which_no_python_runs_is_named_once_and_is_at_fault_where_others_wait() -> None:
+    hang, _ = watch(PlainScripts(LIMIT_S), 60, silent=1, share=(0.0, 1.0))
+    assert hang is not None and hang.ranks == (1,) and hang.how.startswith("hangs in native code")
+    for limit, rests in ((None, (IN_COLLECTIVE, ELSEWHERE)), (LIMIT_S, (ELSEWHERE, ELSEWHERE))):
+        hang, said = watch(PlainScripts(limit), 60, silent=1, rests=rests)
+        assert hang is None
+        assert said == ["rank 1 has run no Python for 16 s: native code keeps the interpreter's lock (GIL)"]
 
 
 def test_a_launcher_that_was_stopped_begins_anew() -> None:

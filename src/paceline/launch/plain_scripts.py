@@ -1,17 +1,17 @@
 """Ranks of scripts that do not use our class. They note nothing, so nobody knows how far they are; what can be seen is
 whether Python runs in them, what CPU time they use, and in which line they rest.
 
-Without --hang-timeout they are left alone, and a rank in which no Python runs is named. With it, two things are a hang:
-
-    no Python has run in a rank for that long       native code keeps the interpreter's lock (GIL)
-    no rank has done anything for that long         they wait: those in a collective for the one that is elsewhere
+Without --hang-timeout they are left alone, and a rank in which no Python runs is named. With it, it is a hang if some
+rank is in a collective, and for that long no rank has done anything: at fault are those in which no Python runs (native
+code keeps the interpreter's lock), or else those that are not in a collective. While nobody is in a collective nobody
+waits, and a script may be as slow as it likes.
 """
 
 from collections.abc import Mapping, Sequence
 
 from paceline.launch.lines import name_ranks
 from paceline.launch.tracebacks import own_line
-from paceline.launch.watchdog import FROZE, GAP_S, HOLDS_GIL, IDLE_SHARE, LATE_BETWEEN_S, MOVED, Hang
+from paceline.launch.watchdog import FROZE, GAP_S, HOLDS_GIL, IDLE_SHARE, LATE_BETWEEN_S, MOVED, Hang, is_silent
 from paceline.process_status import ProcessStatus
 
 # Frames of Python code that waits for other ranks: torch's collectives, and a backward that reduces gradients.
@@ -42,18 +42,18 @@ class PlainScripts:
     ) -> Hang | None:
         """Take in what the kernel and the ranks say; name those that hang, if any do. `rests`: where ranks rest, which
         is empty for those that do not."""
-        if now - self._looked_at > GAP_S or any(self._is_busy(rank, one, now) for rank, one in statuses.items()):
+        silent = [rank for rank in statuses if is_silent(beats.get(rank, 0.0), now)]
+        busy = any(self._is_busy(rank, one, now) for rank, one in statuses.items() if rank not in silent)
+        if busy or now - self._looked_at > GAP_S:
             self._since, self._before = now, dict(statuses)
         self._looked_at = now
-        if not self._timeout_s:
+        waits = [rank for rank in sorted(statuses) if rank not in silent and _waits(rests.get(rank, ()))]
+        if not self._timeout_s or not waits or now - self._since <= self._timeout_s:
             return None
-        silent = tuple(rank for rank in statuses if self._silence_s(rank, beats, now) > self._timeout_s)
-        if silent:
-            waited = self._silence_s(silent[0], beats, now)
-            return Hang(silent, HOLDS_GIL, f"no Python has run for {waited:.0f} s (limit {self._timeout_s:g} s)", -1)
-        if now - self._since > self._timeout_s and all(beats.get(rank) for rank in statuses):
-            return self._idle(now - self._since, statuses, rests)
-        return None
+        culprits = silent or [rank for rank in statuses if rank not in waits] or waits
+        lines = [f"{name_ranks([rank])} in {own_line(rests[rank])}" for rank in sorted(statuses) if rests.get(rank)]
+        waited = f"no rank has done anything for {now - self._since:.0f} s (limit {self._timeout_s:g} s)"
+        return Hang(tuple(sorted(culprits)), HOLDS_GIL if silent else FROZE, f"{waited}: {', '.join(lines)}", -1)
 
     def silent(self, now: float, beats: Mapping[int, float]) -> list[str]:
         """Lines about ranks in which no Python runs, each of them once."""
@@ -73,15 +73,6 @@ class PlainScripts:
         used_s = status.cpu_s - before.cpu_s  # the kernel counts in hundredths of a second
         return used_s > IDLE_SHARE * max(1.0, now - self._since) or status.moved - before.moved >= MOVED
 
-    def _silence_s(self, rank: int, beats: Mapping[int, float], now: float) -> float:
-        beat = beats.get(rank, 0.0)
-        return now - beat if beat else 0.0
 
-    def _idle(self, waited: float, statuses: Mapping[int, ProcessStatus], rests: Mapping[int, Sequence[str]]) -> Hang:
-        """Nobody does anything. Who is in a collective waits for those who are not."""
-        ranks = sorted(statuses)
-        waits = [rank for rank in ranks if any(part in line for line in rests.get(rank, ()) for part in _WAITS_IN)]
-        culprits = tuple(rank for rank in ranks if rank not in waits) or tuple(ranks)
-        lines = [f"{name_ranks([rank])} in {own_line(rests[rank])}" for rank in ranks if rests.get(rank)]
-        reason = f"no rank has done anything for {waited:.0f} s (limit {self._timeout_s:g} s): {', '.join(lines)}"
-        return Hang(culprits, FROZE, reason, -1)
+def _waits(stack: Sequence[str]) -> bool:
+    return any(part in line for line in stack for part in _WAITS_IN)
