@@ -23,8 +23,10 @@ from tests.procs.test_replica_hooks import allreduce, built_in, fp16, fp16_aroun
 
 SHARDED = ("zero1", "zero2", "zero3")
 HOOKS = {hook.__name__: hook for hook in (allreduce, built_in, fp16, fp16_around_allreduce, of_the_user, power_sgd)}
-# What these leave out of a bucket depends on what else is in it, and buckets are those of units under "zero3".
-BY_BUCKET = {"power_sgd", "topk"}
+# What it leaves out of a bucket depends on what else is in it, and buckets are those of units under "zero3".
+BY_BUCKET = {"topk"}
+# It waits in backward for ranks that may wait for this one there, where parameters are gathered.
+WAITS = {"power_sgd"}
 
 
 def net() -> nn.Module:
@@ -55,20 +57,23 @@ def trained(rank: int, placement: str, transport: str, way: str, shard: int | No
         return {name: param.detach().clone() for name, param in model.module.named_parameters()}
 
 
-def all_ways(rank: int, size: int, transport: str, placements: tuple[str, ...]) -> list[tuple[str, list[bytes]]]:
+def all_ways(rank: int, size: int, transport: str, placements: tuple[str, ...]) -> list[tuple[str, str, bytes, bytes]]:
     """With every hook and reduction, the weights under "ddp" and under the placements."""
-    ways = [*HOOKS, *(name for name in NAMES if name != "mean")]
-    return [(way, [packed(trained(rank, one, transport, way)) for one in ("ddp", *placements)]) for way in ways]
+    found = []
+    for way in (*HOOKS, *(name for name in NAMES if name != "mean")):
+        expected = packed(trained(rank, "ddp", transport, way))
+        tried = [one for one in placements if one != "zero3" or way not in WAITS]
+        found += [(way, one, expected, packed(trained(rank, one, transport, way))) for one in tried]
+    return found
 
 
 @pytest.mark.parametrize(("transport", "placements"), [("torch", SHARDED), ("shm", ("zero3",))])
 def test_hooks_and_reductions_have_the_bits_of_ddp(procs: Pool, transport: str, placements: tuple[str, ...]) -> None:
     here, there = procs(2).run(all_ways, transport, placements)
-    for (way, (expected, *found)), (_, (_, *found_there)) in zip(here, there, strict=True):
-        for placement, mine, other in zip(placements, found, found_there, strict=True):
-            assert_same_bits(unpacked(mine), unpacked(other))
-            if placement != "zero3" or way not in BY_BUCKET:
-                assert_same_bits(unpacked(mine), unpacked(expected))
+    for (way, placement, expected, mine), (_, _, _, other) in zip(here, there, strict=True):
+        assert_same_bits(unpacked(mine), unpacked(other))
+        if placement != "zero3" or way not in BY_BUCKET:
+            assert_same_bits(unpacked(mine), unpacked(expected))
 
 
 def in_shard_groups(rank: int, size: int) -> list[tuple[str, bytes, bytes]]:
@@ -101,6 +106,9 @@ def refused(rank: int, size: int, placement: str) -> list[str]:
         with pytest.raises(UsageError) as caught:
             model.register_comm_hook(given, hook)
         found.append(str(caught.value))
+    if placement == "zero3":
+        with pytest.raises(UsageError, match="powerSGD_hook, which waits for others in backward, cannot be combined"):
+            power_sgd(model)
     model.register_comm_hook(None, default_hooks.allreduce_hook)  # the way is free for another one
     model(draw(rank, 4, 16)).sum().backward()
     return found

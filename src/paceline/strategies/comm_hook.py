@@ -18,6 +18,8 @@ NOT_IN_SHARDS = {
     "ddp_zero_hook": "updates whole parameters inside backward",
     "mixed_precision_hooks": "puts gradients into whole parameters of another type",
 }
+# Those that wait for other ranks, inside backward, between two collectives.
+WAITING = {"powerSGD_hook"}
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
@@ -51,8 +53,18 @@ class CommHook:
 
 def why_not_in_shards(hook: object) -> str:
     """Why a hook cannot reduce gradients of which each rank keeps its shards; empty if it can."""
+    return NOT_IN_SHARDS.get(_module_of(hook), "")
+
+
+def waits_in_backward(hook: object) -> bool:
+    """Whether it waits for ranks that may wait for this one, where parameters are gathered in backward."""
+    return _module_of(hook) in WAITING
+
+
+def _module_of(hook: object) -> str:
+    """The name of the module of torch that a hook is from; empty for a user's own."""
     package, _, module = str(getattr(hook, "__module__", "")).rpartition(".")
-    return NOT_IN_SHARDS.get(module, "") if package.endswith("ddp_comm_hooks") else ""
+    return module if package.endswith("ddp_comm_hooks") else ""
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
