@@ -43,13 +43,17 @@ class Managed:
     params: tuple[nn.Parameter, ...]
     sparse: tuple[bool, ...]
 
-    def of(self, module: nn.Module, ignored: set[str]) -> "Managed":
-        """The same parameters, of a module that has taken the other's place, such as a compiled one around it."""
+    def of(self, module: nn.Module, ignored: set[str], owned: Any) -> "Managed":
+        """The same parameters, of a module that has taken the other's place, such as a compiled one around it. Where
+        they are in shards, `owned` knows what it has instead of them."""
         mine = {id(param) for param in self.params}
         strangers = [
             name
             for name, param in module.named_parameters()
-            if param.requires_grad and id(param) not in mine and name not in ignored
+            if param.requires_grad
+            and id(param) not in mine
+            and (owned is None or owned.find(param) is None)
+            and name not in ignored
         ]
         if strangers:
             raise UnreducedGradients(

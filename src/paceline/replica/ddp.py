@@ -34,6 +34,7 @@ from paceline.replica.lane_loop import Microbatch, step_of
 from paceline.replica.owned import clip_whole_in_lanes
 from paceline.replica.sharded_optimizer import make_optimizer
 from paceline.replica.torch_surface import TorchReducer, TorchSurface
+from paceline.replica.unit_forward import ForwardInUnits
 from paceline.replica.untraced import keep_out_of_graphs
 from paceline.trace import Trace
 
@@ -195,6 +196,8 @@ class DistributedDataParallel(TorchSurface):
         self._core, self._gate, self._lane_loop = built.core, built.gate, built.lane_loop
         self._narrow, self._capsules, self._owned = built.narrow, built.capsules, built.owned
         self._prepare_parameters = built.prepares()
+        if built.owned is not None and built.owned.units is not None:
+            self.forward = ForwardInUnits(self)
         self.reducer = TorchReducer(self._core)
         self._closing = weakref.finalize(self, built.closer())
 
