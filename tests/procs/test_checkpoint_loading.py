@@ -55,7 +55,8 @@ def run_in_shards(seed: int) -> tuple[Any, Any]:
 
 
 def load_and_watch(rank: int, size: int, directory: str, placement: str) -> tuple[str, int, bool]:
-    model, optimizer = run(1) if placement == "ddp" else run_in_shards(1)
+    made: tuple[Any, Any] = run(1) if placement == "ddp" else run_in_shards(1)
+    model, optimizer = made
 
     def held() -> list[int]:
         """Where in memory the parameters and states of this rank are."""
