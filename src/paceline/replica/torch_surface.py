@@ -69,6 +69,9 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     _from_meta: FromMeta | None = None
     _in_default_group = False  # and so in the one that is formed after it
     _group_is_gone = False  # see membership.py
+    _in_generations = False  # of an elastic job: its group is that of the generation, and before the first it is alone
+    _built_alone = False  # whether its parts were made for a group of one rank
+    _close_shard_groups: Callable[[], None] | None = None
     _joins_later = False  # a copy that has not been trained yet
 
     if TYPE_CHECKING:
@@ -389,7 +392,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
             raise UsageError(f'{what} cannot be combined with placement="{self._placement.name}"; use placement="ddp"')
 
     def _refuse_in_units(self, what: str) -> None:
-        if self._placement.shards_parameters and not self._group.single:
+        if self._placement.shards_parameters and not (self._group.single and not self._in_generations):
             raise UsageError(
                 f'{what} cannot be combined with placement="zero3", where all ranks gather the same parameters at the '
                 f'same time; use placement="zero2"'

@@ -1,0 +1,211 @@
+"""Ranks die that have the state in shards, and the result is that of a run in which nothing happened, bit for bit."""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import paceline
+from paceline.launch.job import ElasticTerms
+from tests.elastic_job import Job, run_elastic
+from tests.models import draw
+from tests.pool import Pool
+
+STEPS, LANES, BATCH = 6, 12, 2
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What `member` does in `step`, and where."""
+
+    member: int
+    step: int
+    where: str
+    kind: str = "kill"
+
+    def strike(self) -> None:
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise paceline.errors.PeerLost("as a connection breaks")
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return draw(index, 8)
+
+
+class Layer(nn.Module):
+    """Large enough to be cut, with a hook in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(64, 72)
+        self.back = nn.Linear(72, 64)
+        self.in_backward: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.wide(x).tanh()
+        if hidden.requires_grad and self.in_backward is not None:
+            hidden.register_hook(lambda _: self.in_backward())
+        found: torch.Tensor = x + self.back(hidden)
+        return found
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.drop = nn.Dropout(0.2)
+        self.outer = nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.norm(self.inner(x)))
+        for layer in self.layers:
+            hidden = layer(hidden)
+        found: torch.Tensor = self.outer(hidden)
+        return found
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a user may have written."""
+
+    placement: str
+    faults: tuple[Fault, ...] = ()
+    shard: int | None = None
+    copies: int | None = None
+    transport: str = "auto"
+    lanes: int | None = LANES
+    saves: bool = False
+    folder: str = ""
+    late: int = -1  # from this member on, they start only when the others are at step 2; those wait for them at step 3
+    full: int = 4  # ranks
+    dtype: str = "float32"
+    meta: bool = False
+
+
+def train(member: int, script: Script) -> dict[str, Any]:
+    """Returns what the rank has at the end, and what it has been through."""
+    logging.getLogger("paceline").setLevel(logging.ERROR)
+    torch.manual_seed(member)  # rank by rank another start: the first decides
+    struck: list[Fault] = []  # each of them once
+
+    def at(where: str) -> None:
+        for fault in script.faults:
+            if fault not in struck and (member, run.step, where) == (fault.member, fault.step, fault.where):
+                struck.append(fault)
+                fault.strike()
+
+    world = paceline.init(device="cpu")
+    if 0 <= script.late <= member:
+        until(Path(script.folder, "at 2").exists)
+    kind = getattr(torch, script.dtype)
+    with torch.device("meta" if script.meta else "cpu"):
+        net = Net().to(kind)
+    model = paceline.DistributedDataParallel(
+        net,
+        placement=script.placement,
+        shard=script.shard,
+        copies=script.copies,
+        lanes=script.lanes,
+        seed=5,
+        transport=script.transport,
+    )
+    master = None if script.dtype == "float32" else torch.float32
+    optimizer = model.optimizer(torch.optim.AdamW, lr=0.05, foreach=False, master=master)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    loader: Any = paceline.Loader(Samples(), BATCH, lanes=script.lanes, seed=3)
+    saves = paceline.Checkpointer(Path(script.folder, "saves"), asynchronous=False) if script.saves else None
+    run = paceline.Elastic(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, checkpoints=saves)
+    for layer in net.layers:
+        layer.in_backward = lambda: at("backward")
+    batches, worlds, steps = loader.endless(), [], []
+    while run.step < STEPS:
+        if script.late >= 0 and run.step == 2:
+            Path(script.folder, "at 2").touch()
+        if script.late >= 0 and run.step == 3 and world.size < script.full:
+            until(lambda: run._generations is not None and run._generations.wants_regroup)
+        with run.attempt():
+            worlds.append((run.generation, world.rank, world.size))
+            steps.append(run.step)
+            found = next(batches)
+            for microbatch in [found] if script.lanes is None else model.lanes(found, run.step):
+                at("forward")
+                output = model(microbatch.to(kind)).float()
+                functional.mse_loss(output, torch.zeros_like(output)).backward()
+            model.clip_grad_norm_(1.0)
+            at("before the update")
+            with run.commit():
+                at("in the update")
+                optimizer.step()
+                at("after the update")
+                scheduler.step()
+            at("after the commit")
+            optimizer.zero_grad()
+            if saves is not None:
+                saves.save(run.step, **run.declared)
+    run.finish()
+    digest = paceline.digest(model, optimizer, run.step, loader.state_dict())
+    paceline.shutdown()
+    held = sum(v.numel() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+    return {"digest": digest, "rate": scheduler.get_last_lr(), "worlds": worlds, "steps": steps, "held": held}
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def check(job: Job, quiet: str, lost: int) -> None:
+    job.check()
+    assert {value["digest"] for value in job.values} == {quiet}
+    assert len(job.losses) == lost
+    assert not job.gave_up
+
+
+_quiet: dict[str, str] = {}
+
+
+@pytest.fixture(scope="module")
+def quiet(procs: Pool) -> Callable[[str], str]:
+    """The digest of a run in which nothing happens: the same in every world and under every placement."""
+    found: dict[str, str] = {}
+
+    def of(dtype: str = "float32") -> str:
+        if dtype not in found:
+            found[dtype] = procs(1).run(alone, dtype, group=False)[0]
+        return found[dtype]
+
+    return of
+
+
+def alone(rank: int, size: int, dtype: str) -> str:
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    return str(train(0, Script("ddp", dtype=dtype))["digest"])
+
+
+FOUR = ElasticTerms(minimum=2, maximum=4)
+
+
+@pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3"])
+def test_twins(procs: Pool, tmp_path: Path, quiet: Any, placement: str) -> None:
+    script = Script(placement, (Fault(3, 2, "forward"),), shard=2)
+    job = run_elastic(procs, tmp_path, train, script, terms=FOUR, processes=5)
+    check(job, quiet(), lost=1)
