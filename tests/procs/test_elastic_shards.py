@@ -179,9 +179,6 @@ def check(job: Job, quiet: str, lost: int) -> None:
     assert not job.gave_up
 
 
-_quiet: dict[str, str] = {}
-
-
 @pytest.fixture(scope="module")
 def quiet(procs: Pool) -> Callable[[str], str]:
     """The digest of a run in which nothing happens: the same in every world and under every placement."""
@@ -201,11 +198,84 @@ def alone(rank: int, size: int, dtype: str) -> str:
     return str(train(0, Script("ddp", dtype=dtype))["digest"])
 
 
-FOUR = ElasticTerms(minimum=2, maximum=4)
+ALWAYS_FOUR = ElasticTerms(minimum=4, maximum=4)
+SOME = ("forward", "in the update", "after the commit")
+OTHERS = ("backward", "before the update", "after the update")
 
 
-@pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3"])
-def test_twins(procs: Pool, tmp_path: Path, quiet: Any, placement: str) -> None:
-    script = Script(placement, (Fault(3, 2, "forward"),), shard=2)
-    job = run_elastic(procs, tmp_path, train, script, terms=FOUR, processes=5)
+@pytest.mark.parametrize(
+    ("placement", "transport", "wheres"),
+    [
+        ("zero1", "auto", SOME),
+        ("zero1", "torch", OTHERS),
+        ("zero2", "auto", OTHERS),
+        ("zero2", "torch", SOME),
+        ("zero3", "auto", SOME),
+        ("zero3", "torch", OTHERS),
+    ],
+)
+def test_the_shard_of_a_rank_that_is_killed_comes_from_its_twin(
+    procs: Pool, tmp_path: Path, quiet: Any, placement: str, transport: str, wheres: tuple[str, ...]
+) -> None:
+    """Over torch's transport parameters of other ranks are still on their way after the update and the commit."""
+    faults = tuple(Fault(member, step, where) for member, step, where in zip((3, 0, 4), (1, 2, 4), wheres, strict=True))
+    script = Script(placement, faults, shard=2, transport=transport)
+    job = run_elastic(procs, tmp_path, train, script, terms=ALWAYS_FOUR, processes=7)
+    check(job, quiet(), lost=3)
+    assert [formed.generation.size for formed in job.formed] == [4, 4, 4, 4]
+    assert all(len(formed.generation.sources) == 2 for formed in job.formed[1:])
+
+
+@pytest.mark.parametrize(("placement", "how"), [("zero1", {"shard": 2}), ("zero3", {"copies": 2})])
+def test_the_world_shrinks_by_two_and_grows_back(
+    procs: Pool, tmp_path: Path, quiet: Any, placement: str, how: dict[str, int]
+) -> None:
+    """With copies= the cut becomes another one: over one rank, and over two again."""
+    faults = (Fault(2, 1, "forward"), Fault(3, 1, "forward"))
+    script = Script(placement, faults, **how, late=4, folder=str(tmp_path))
+    terms = ElasticTerms(minimum=2, maximum=4)
+    job = run_elastic(procs, tmp_path, train, script, terms=terms, processes=6)
+    check(job, quiet(), lost=2)
+    assert [formed.generation.size for formed in job.formed] == [4, 2, 4]
+
+
+@pytest.mark.parametrize(("placement", "dtype"), [("zero1", "bfloat16"), ("zero3", "float32")])
+def test_a_growing_world_cuts_its_state_anew(
+    procs: Pool, tmp_path: Path, quiet: Any, placement: str, dtype: str
+) -> None:
+    """No checkpoint is read: everything comes from those who have it. In bfloat16 there are masters."""
+    script = Script(placement, late=2, folder=str(tmp_path), full=3, dtype=dtype)
+    terms = ElasticTerms(minimum=2, maximum=3, patience_s=0.1)
+    job = run_elastic(procs, tmp_path, train, script, terms=terms, processes=3)
+    check(job, quiet(dtype), lost=0)
+    assert [(formed.generation.size, len(formed.generation.sources)) for formed in job.formed] == [(2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("placement", ["zero1", "zero3"])
+def test_a_shard_that_is_lost_comes_from_the_checkpoint(
+    procs: Pool, tmp_path: Path, quiet: Any, placement: str
+) -> None:
+    """First the world is smaller than the one that saved, then as large again."""
+    script = Script(placement, (Fault(1, 3, "backward"),), saves=True, late=2, folder=str(tmp_path), full=2)
+    terms = ElasticTerms(minimum=1, maximum=2)
+    job = run_elastic(procs, tmp_path, train, script, terms=terms, processes=3)
     check(job, quiet(), lost=1)
+    assert job.formed[1].generation.sources == ()
+    assert [formed.generation.size for formed in job.formed] == [2, 1, 2]
+
+
+def test_all_twins_of_a_shard_are_lost_and_there_is_no_checkpoint(procs: Pool, tmp_path: Path) -> None:
+    faults = (Fault(1, 2, "forward"), Fault(3, 2, "forward"))
+    script = Script("zero2", faults, shard=2)
+    job = run_elastic(procs, tmp_path, train, script, terms=ElasticTerms(minimum=2, maximum=4), processes=4)
+    with pytest.raises(paceline.errors.WorldNotFormed, match=r"a shard of the state was on no rank that is left"):
+        job.check()
+
+
+def test_a_connection_breaks(procs: Pool, tmp_path: Path, quiet: Any) -> None:
+    """Nobody dies: all meet again, from both sides of an update and from the middle of it."""
+    faults = (Fault(0, 2, "before the update", "break"), Fault(1, 2, "in the update", "break"))
+    job = run_elastic(procs, tmp_path, train, Script("zero1", faults, shard=2), terms=ALWAYS_FOUR, processes=4)
+    check(job, quiet(), lost=0)
+    healed = job.formed[-1].generation
+    assert (healed.sources, healed.step) == ((2, 3), 3)

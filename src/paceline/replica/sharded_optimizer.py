@@ -313,7 +313,8 @@ class ShardedOptimizer(Optimizer):
                 f"{list(shard.form.shape)}; nothing was loaded. Load the state of the same model, with the parameters "
                 f"in the same order"
             )
-        if self._per_element and shapes and self._per_element.isdisjoint(shapes):
+        kept = shapes.keys() - {MASTER}  # which is there before the first step, too
+        if self._per_element and kept and self._per_element.isdisjoint(kept):
             raise UsageError(
                 f"the state to load has {', '.join(shapes)} for {shard.name}, and {type(self).__name__} keeps "
                 f"{', '.join(sorted(self._per_element))}; nothing was loaded. Load the state of the same kind of "
