@@ -107,6 +107,11 @@ class Declared:
         for replica in self.in_shards:
             take_up_cut(replica)
 
+    def whole_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """What of parameters all ranks have, though each updates its own blocks alone."""
+        replicas = [replica for replica in self.in_shards if not replica._placement.shards_parameters]
+        return [(shard.name, shard.param.detach()) for replica in replicas for shard in _owned(replica).shards]
+
     def await_parameters(self) -> None:
         """Have the parameters that others have updated, if they are still on their way."""
         for replica in self.in_shards:

@@ -8,10 +8,12 @@ in a state that no run has been in.
 Nothing of a rank changes before all that it needs has come (`receive`); what it then has is compared (`check`).
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from paceline.checkpoint.compare import digests_of
 from paceline.collectives.gather import gather_bytes, gather_ints, gather_unless_equal
 from paceline.collectives.group import Group
 from paceline.elastic.declared import Declared, digest_of
@@ -97,3 +99,16 @@ def check(group: Group, declared: Declared, received: Received, sources: Sequenc
         )
     if received.sums is not None:
         check_sums(group, received.sums, sums_of(now), declared.due.shards)
+
+
+def check_parameters(group: Group, declared: Declared) -> None:
+    """Raise ReplicasDiffer on all ranks unless parameters that are whole on all of them have the same bits there."""
+    params = declared.whole_parameters()
+    rows = gather_bytes(group, json.dumps(digests_of([param for _, param in params])).encode(), WHAT)
+    if wrong := next((rank for rank, row in enumerate(rows) if row != rows[0]), None):
+        pairs = zip(json.loads(rows[0]), json.loads(rows[wrong]), params, strict=True)
+        name = next(name for one, other, (name, _) in pairs if one != other)
+        raise ReplicasDiffer(
+            f"ranks have gathered the parameters anew from those who own them, and {name} differs between rank 0 and "
+            f"rank {wrong}: test the memory and the network of these machines"
+        )

@@ -9,7 +9,7 @@ from paceline.collectives.group import Group
 from paceline.elastic.before_attempt import BeforeAttempt
 from paceline.elastic.declared import WHOLE, Declared
 from paceline.elastic.generations import Generations
-from paceline.elastic.healing import Standing, check, compare_declared, receive
+from paceline.elastic.healing import Standing, check, check_parameters, compare_declared, receive
 from paceline.elastic.losses import LOSSES
 from paceline.elastic.split_state import SplitState
 from paceline.elastic.transaction import Transaction
@@ -42,6 +42,7 @@ class Joining:
         # What this rank has made of itself, until the first generation has a state: one that forms in vain may have
         # taken it apart already.
         self._initial: dict[str, SplitState] | None = None
+        self._told = ""
 
     def begin(self) -> Group | None:
         """Before the first step: the first generation, or the newest checkpoint of a world that stays as it is."""
@@ -113,6 +114,7 @@ class Joining:
         if generation.fresh and self._initial is None:
             self._initial = declared.state()
         if (generation.fresh or not sources) and self._take_newest():
+            self._tell_what_is_lost_with_a_rank(group)
             return
         if not sources:
             raise WorldNotFormed(self._why_nothing_is_whole())
@@ -129,12 +131,32 @@ class Joining:
             self._go_on(generation.step)
         if any(stand.moves or stand.lacking for stand in stands):
             declared.complete_parameters()
+            check_parameters(group, declared)
+        self._tell_what_is_lost_with_a_rank(group)
 
     def _standing(self, generation: Generation, group: Group, sources: Sequence[int]) -> Standing:
         mark, declared = self._transaction, self._declared
         has_it = group.rank in sources if generation.fresh else mark.whole and mark.step == generation.step
         moves = bool(declared.in_shards) and (not has_it or declared.held != declared.due)
         return Standing(behind=not has_it, moves=moves, lacking=declared.lacking)
+
+    def _tell_what_is_lost_with_a_rank(self, group: Group) -> None:
+        """At the start, and when it is something else than before."""
+        if group.rank or not self._declared.in_shards:
+            return
+        holders = group.size // self._declared.held.shards
+        if holders > 1:
+            text = f"each shard is held by {holders} ranks: the shard of a lost rank comes from its twin"
+        elif self._begin is not None:
+            text = "a lost rank takes its shard with it: the job then goes on from the newest checkpoint"
+        else:
+            text = (
+                "a lost rank takes its shard with it, and the job with that: there are no checkpoints= to go on from. "
+                "Pass some to paceline.Elastic, or have every shard on two ranks, by shard= or copies="
+            )
+        if text != self._told:
+            logger.warning("%s", text)
+        self._told = text
 
     def _why_nothing_is_whole(self) -> str:
         lost = "a shard of the state was on no rank that is left" if self._declared.in_shards else ""

@@ -17,16 +17,16 @@ read a step later, ranks meet once more before the update (`Elastic._before_comm
 
 What is left are the ranks that a loss stops while reports are on their way: some may have read all of them, and others
 not, who then drop a step that they could have made. Those who made it go on from the step before, if each of their
-shards has a holder who dropped it. It takes a loss within the exchange of a few bytes, and one that parts all holders of
-one shard from all holders of another, for neither step to be there; then it is the newest checkpoint, as it is where a
-lost rank was the only one that had its shard. No rank ever goes on from shards of two steps: the launcher counts only
+shards has a holder who dropped it. It takes a loss within the exchange of a few bytes, and one that parts all holders
+of one shard from all holders of another, for neither step to be there; then it is the newest checkpoint, as it is where
+a lost rank was the only one that had its shard. No rank ever goes on from shards of two steps: the launcher counts only
 those of one.
 
 An update by itself takes no other rank, so a loss does not break it off. Under "zero1" and "zero2" the parameters of
-other ranks come after it, and under "zero3" what was gathered before it has to be over: what a loss does to these is told
-to whoever uses a parameter next (`UpdateGathers.outlive`, `Units.outlive`), when the step is committed. A rank whose
-parameters lack what others have made of them still has its own shard whole. They are gathered once more in the next
-generation, from those who own them, who include everyone that was healed.
+other ranks come after it, and under "zero3" what was gathered before it has to be over: what a loss does to these is
+told to whoever uses a parameter next (`UpdateGathers.outlive`, `Units.outlive`), when the step is committed. A rank
+whose parameters lack what others have made of them still has its own shard whole. They are gathered once more in the
+next generation, from those who own them, who include everyone that was healed.
 """
 
 import json

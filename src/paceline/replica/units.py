@@ -125,6 +125,7 @@ class Units:
         """The shards own other blocks, or other ranks bring theirs. `cuts`: of each parameter, one block per rank."""
         for unit, some in zip(self._units, self.indices, strict=True):
             unit.cut_anew([cuts[index] for index in some])
+
     # ---- a step
 
     def _before_forward(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
