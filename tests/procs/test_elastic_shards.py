@@ -35,7 +35,7 @@ class Fault:
     def strike(self) -> None:
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        raise paceline.errors.PeerLost("as a connection breaks")
+        raise {"break": paceline.errors.PeerLost, "fail": ValueError}[self.kind]("as a connection breaks")
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
@@ -160,9 +160,9 @@ def train(member: int, script: Script) -> dict[str, Any]:
                 saves.save(run.step, **run.declared)
     run.finish()
     digest = paceline.digest(model, optimizer, run.step, loader.state_dict())
+    updates = paceline.digest(None, optimizer, run.step)  # without buffers
     paceline.shutdown()
-    held = sum(v.numel() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
-    return {"digest": digest, "rate": scheduler.get_last_lr(), "worlds": worlds, "steps": steps, "held": held}
+    return {"digest": digest, "rate": scheduler.get_last_lr(), "worlds": worlds, "steps": steps, "updates": updates}
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -182,22 +182,24 @@ def check(job: Job, quiet: str, lost: int) -> None:
 @pytest.fixture(scope="module")
 def quiet(procs: Pool) -> Callable[[str], str]:
     """The digest of a run in which nothing happens: the same in every world and under every placement."""
-    found: dict[str, str] = {}
+    found: dict[Any, str] = {}
 
-    def of(dtype: str = "float32") -> str:
-        if dtype not in found:
-            found[dtype] = procs(1).run(alone, dtype, group=False)[0]
-        return found[dtype]
+    def of(**options: Any) -> str:
+        key = tuple(options.items())
+        if key not in found:
+            found[key] = procs(1).run(alone, options, group=False)[0]
+        return found[key]
 
     return of
 
 
-def alone(rank: int, size: int, dtype: str) -> str:
+def alone(rank: int, size: int, options: dict[str, Any]) -> str:
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
-    return str(train(0, Script("ddp", dtype=dtype))["digest"])
+    return str(train(0, Script("ddp", **options))["digest"])
 
 
+META = {"meta": True}
 ALWAYS_FOUR = ElasticTerms(minimum=4, maximum=4)
 SOME = ("forward", "in the update", "after the commit")
 OTHERS = ("backward", "before the update", "after the update")
@@ -239,15 +241,17 @@ def test_the_world_shrinks_by_two_and_grows_back(
     assert [formed.generation.size for formed in job.formed] == [4, 2, 4]
 
 
-@pytest.mark.parametrize(("placement", "dtype"), [("zero1", "bfloat16"), ("zero3", "float32")])
+@pytest.mark.parametrize(
+    ("placement", "options"), [("zero1", {"dtype": "bfloat16"}), ("zero3", {"dtype": "float32"}), ("zero3", META)]
+)
 def test_a_growing_world_cuts_its_state_anew(
-    procs: Pool, tmp_path: Path, quiet: Any, placement: str, dtype: str
+    procs: Pool, tmp_path: Path, quiet: Any, placement: str, options: dict[str, Any]
 ) -> None:
     """No checkpoint is read: everything comes from those who have it. In bfloat16 there are masters."""
-    script = Script(placement, transport="torch", late=2, folder=str(tmp_path), full=3, dtype=dtype)
+    script = Script(placement, transport="torch", late=2, folder=str(tmp_path), full=3, **options)
     terms = ElasticTerms(minimum=2, maximum=3, patience_s=0.1)
     job = run_elastic(procs, tmp_path, train, script, terms=terms, processes=3)
-    check(job, quiet(dtype), lost=0)
+    check(job, quiet(**options), lost=0)
     assert [(formed.generation.size, len(formed.generation.sources)) for formed in job.formed] == [(2, 1), (3, 2)]
 
 
@@ -279,3 +283,40 @@ def test_a_connection_breaks(procs: Pool, tmp_path: Path, quiet: Any) -> None:
     check(job, quiet(), lost=0)
     healed = job.formed[-1].generation
     assert (healed.sources, healed.step) == ((2, 3), 3)
+
+
+def test_an_error_in_a_backward_ends_the_rank_that_has_it_alone(procs: Pool, tmp_path: Path, quiet: Any) -> None:
+    """The other waits in a gather that does not come. Each of two ranks has the only shard that there is."""
+    script = Script("zero3", (Fault(1, 2, "backward", "fail"),), copies=2, transport="torch")
+    terms = ElasticTerms(minimum=2, maximum=2)
+    job = run_elastic(procs, tmp_path, train, script, terms=terms, processes=3)
+    assert [type(outcome.error) for outcome in job.outcomes] == [type(None), ValueError, type(None)]
+    assert {value["digest"] for value in job.values} == {quiet()}
+
+
+def test_masters_of_whole_parameters_outlive_the_rest(procs: Pool, tmp_path: Path, quiet: Any) -> None:
+    script = Script("ddp", (Fault(0, 2, "backward"),), dtype="bfloat16", late=2, folder=str(tmp_path), full=2)
+    job = run_elastic(procs, tmp_path, train, script, terms=ElasticTerms(minimum=1, maximum=2), processes=3)
+    check(job, quiet(dtype="bfloat16"), lost=1)
+    assert [formed.generation.size for formed in job.formed] == [2, 1, 2]
+
+
+def test_without_lanes_twins_are_reduced_over_torch(procs: Pool, tmp_path: Path) -> None:
+    """The bits may differ from those of a quiet run, and not from rank to rank."""
+    script = Script("zero2", (Fault(2, 2, "backward"),), shard=2, lanes=None, transport="torch")
+    job = run_elastic(procs, tmp_path, train, script, terms=ALWAYS_FOUR, processes=5)
+    job.check()
+    assert len(job.values) == 4
+    assert len({value["updates"] for value in job.values}) == 1
+
+
+def test_what_must_be_cut_alike(procs: Pool, tmp_path: Path) -> None:
+    job = run_elastic(procs, tmp_path, wrap_two, terms=ElasticTerms(minimum=1, maximum=1), processes=1)
+    with pytest.raises(paceline.errors.UsageError, match=r"shard=2, copies=None and with shard=4, copies=None"):
+        job.check()
+
+
+def wrap_two(member: int) -> None:
+    paceline.init(device="cpu")
+    models = [paceline.DistributedDataParallel(Net(), placement="zero1", shard=shard) for shard in (2, 4)]
+    paceline.Elastic(model=models[0], critic=models[1])

@@ -16,6 +16,7 @@ CUDA graph. So are all of them where the calling thread moves the bytes, which t
 has been compiled since the replica was made.
 """
 
+import copy
 import logging
 import sys
 import threading
@@ -59,6 +60,7 @@ class UpdateGathers:
         self._replayed = False  # something of the module may run that no hook of a module hears of
         self._heeds_compiling: Callable[[], None] | None = None
         self._outlives = False  # its ranks: see `outlive`
+        self._lost: PacelineError | None = None  # why parameters lack what others have made of them
 
     def gather(self, gathers: Sequence[UpdateGather]) -> None:
         """Gather these from now on: those before were of memory that parameters have no more."""
@@ -74,15 +76,15 @@ class UpdateGathers:
         self._outlives = True
 
     def move(self, group: Group) -> bool:
-        """Go on over another group: drop what is under way. Returns whether parameters lack what ranks have made of
-        them."""
+        """Go on over another group: drop what is under way. Returns whether parameters may lack what ranks have made of
+        them. On a device that is not known: a gather that is queued counts as done, and may have been broken off."""
         with self._lock:
-            lacks = any(gather.state is not GatherState.DONE for gather in self._gathers)
+            lacks = self._lost is not None or any(gather.state is not GatherState.DONE for gather in self._gathers)
             for gather in self._gathers:
                 gather.forget()
             self._unhook()
-            self._group = group
-        return lacks
+            self._group, self._lost = group, None
+        return lacks or self._device.type == "cuda"
 
     # ---- after an update
 
@@ -95,9 +97,9 @@ class UpdateGathers:
             if not self._outlives:
                 raise
             with self._lock:
+                self._lost = error
                 for gather in self._gathers:
                     gather.lose(error, self._wait_for)
-                self._hook()
 
     def _follow_update(self) -> None:
         module = self._module()
@@ -159,6 +161,8 @@ class UpdateGathers:
 
     def before_forward(self) -> None:
         """The replica is about to run. A CUDA graph that is captured will run again without us."""
+        if self._lost is not None:
+            raise copy.copy(self._lost)
         self._replayed = self._replayed or self._captures()
 
     def _wait_for(self, *gathers: UpdateGather) -> None:
