@@ -96,6 +96,7 @@ class Script:
     full: int = 4  # ranks
     dtype: str = "float32"
     meta: bool = False
+    device: str = "cpu"
 
 
 def train(member: int, script: Script) -> dict[str, Any]:
@@ -110,11 +111,11 @@ def train(member: int, script: Script) -> dict[str, Any]:
                 struck.append(fault)
                 fault.strike()
 
-    world = paceline.init(device="cpu")
+    world = paceline.init(device=script.device)
     if 0 <= script.late <= member:
         until(Path(script.folder, "at 2").exists)
     kind = getattr(torch, script.dtype)
-    with torch.device("meta" if script.meta else "cpu"):
+    with torch.device("meta" if script.meta else world.device):
         net = Net().to(kind)
     model = paceline.DistributedDataParallel(
         net,
@@ -145,7 +146,7 @@ def train(member: int, script: Script) -> dict[str, Any]:
             found = next(batches)
             for microbatch in [found] if script.lanes is None else model.lanes(found, run.step):
                 at("forward")
-                output = model(microbatch.to(kind)).float()
+                output = model(microbatch.to(world.device, kind)).float()
                 functional.mse_loss(output, torch.zeros_like(output)).backward()
             model.clip_grad_norm_(1.0)
             at("before the update")
@@ -180,7 +181,7 @@ def check(job: Job, quiet: str, lost: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def quiet(procs: Pool) -> Callable[[str], str]:
+def quiet(procs: Pool) -> Callable[..., str]:
     """The digest of a run in which nothing happens: the same in every world and under every placement."""
     found: dict[Any, str] = {}
 
