@@ -137,7 +137,8 @@ class Joining:
     def _standing(self, generation: Generation, group: Group, sources: Sequence[int]) -> Standing:
         mark, declared = self._transaction, self._declared
         has_it = group.rank in sources if generation.fresh else mark.whole and mark.step == generation.step
-        moves = bool(declared.in_shards) and (not has_it or declared.held != declared.due)
+        apart = self._initial is not None or declared.held != declared.due
+        moves = bool(declared.in_shards) and (apart or not has_it)
         return Standing(behind=not has_it, moves=moves, lacking=declared.lacking)
 
     def _tell_what_is_lost_with_a_rank(self, group: Group) -> None:

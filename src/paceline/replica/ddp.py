@@ -19,7 +19,6 @@ from paceline.collectives.reduction_protocol import Reduction
 from paceline.errors import UsageError
 from paceline.kernels import kernel_settings
 from paceline.layout import BucketCaps, Layout
-from paceline.placement import placement_of
 from paceline.reducer.lane_batch import LaneBatch
 from paceline.reducer.participation import reduce_now, skip
 from paceline.reducer.report import Vote
@@ -127,8 +126,7 @@ class DistributedDataParallel(TorchSurface):
         arguments.check_objects(timeout=timeout, transport=transport, reduction=reduction)
         arguments.check_together(mixed_precision, reduction, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._reduce_dtype = arguments.check_reduce_dtype(reduce_dtype, mixed_precision, reduction, lanes)
-        self.module = module
-        self.dim = dim
+        self.module, self.dim = module, dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy, self.lazy_bucket_allocation = batched_grad_copy, lazy_bucket_allocation
@@ -147,10 +145,7 @@ class DistributedDataParallel(TorchSurface):
         }
         arguments.check_lanes(lanes, seed, self._transport.size, module, **given)
         self._lane_count, self._seed = lanes, seed
-        if copies is not None and not self._in_generations and copies == self._group.size:
-            shard, copies = 1, None
-        self._placement, self._units = placement_of(placement, shard, copies), units
-        self._shard, self._copies = shard, copies
+        self._choose_placement(placement, shard, copies, units)
         if lanes is not None:
             self.forward_sync_buffers = False  # they have a rule of their own: replica/lane_buffers.py
         caps = BucketCaps.from_mib(bucket_cap_mb, bucket_cap_mb_list)

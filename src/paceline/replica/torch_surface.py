@@ -24,7 +24,7 @@ from paceline.collectives.reduction_protocol import Reduction
 from paceline.collectives.subgroup import ShardGroups
 from paceline.collectives.wait import FutureWork
 from paceline.errors import IllegalMove, UsageError
-from paceline.placement import Placement
+from paceline.placement import Placement, placement_of
 from paceline.progress import Phase, own_progress
 from paceline.reducer.participation import abandon
 from paceline.reducer.reducer import Reducer
@@ -370,6 +370,12 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         self.logger._set_uneven_input_join()
         divide = kwargs.get("divide_by_initial_world_size", True)
         return ReplicaJoinHook(self, divide_by_initial_world_size=divide)
+
+    def _choose_placement(self, name: str, shard: int | None, copies: int | None, units: Any) -> None:
+        if copies is not None and copies == self._group.size and not self._in_generations:
+            shard, copies = 1, None  # each rank holds all, in a world that stays as it is
+        self._placement, self._units = placement_of(name, shard, copies), units
+        self._shard, self._copies = shard, copies
 
     def _check_placement(self) -> None:
         """Refuse, before anything is started, what cannot be had in shards."""
