@@ -48,7 +48,8 @@ def compare_declared(group: Group, declared: Declared, own: Standing) -> list[St
     rows = gather_ints(group, [*map(int, own), declared.signature()], WHAT)
     if len({signature for *_, signature in rows}) > 1:
         told = gather_unless_equal(group, {name: type(t).__name__ for name, t in declared.things.items()}, WHAT)
-        raise UsageError(f"ranks have declared different things to paceline.Elastic: {told}; declare the same on all")
+        what = told or "optimizers whose parameters are others, or in another order"
+        raise UsageError(f"ranks have declared different things to paceline.Elastic: {what}; declare the same on all")
     return [Standing(*map(bool, row[:-1])) for row in rows]
 
 

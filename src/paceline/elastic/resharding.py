@@ -15,12 +15,14 @@ leaves after its sums have come (`ReducerSettings.report_last`): who has read th
 their sums, and every rank that lives will commit. Who has not read them does not commit. On a device, where reports are
 read a step later, ranks meet once more before the update (`Elastic._before_commit`).
 
-What is left are the ranks that a loss stops while reports are on their way: some may have read all of them, and others
-not, who then drop a step that they could have made. Those who made it go on from the step before, if each of their
-shards has a holder who dropped it. It takes a loss within the exchange of a few bytes, and one that parts all holders
-of one shard from all holders of another, for neither step to be there; then it is the newest checkpoint, as it is where
-a lost rank was the only one that had its shard. No rank ever goes on from shards of two steps: the launcher counts only
-those of one.
+Who has read the reports commits also if it hears of a loss before it does: the others may not have heard of it. What is
+left are the ranks that a loss stops while reports are on their way, or in what the script asks of other ranks between
+the step and its commit, such as the norm of the gradients: some may have read all of them, and others not, who then
+drop a step that they could have made. Those who made it go on from the step before, if each of their shards has a
+holder who dropped it. It takes a loss within the exchange of a few bytes, and one that parts all holders of one shard
+from all holders of another, for neither step to be there; then it is the newest checkpoint, as it is where a lost rank
+was the only one that had its shard. No rank ever goes on from shards of two steps: the launcher counts only those of
+one.
 
 An update by itself takes no other rank, so a loss does not break it off. Under "zero1" and "zero2" the parameters of
 other ranks come after it, and under "zero3" what was gathered before it has to be over: what a loss does to these is
