@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import paceline
+from paceline.elastic import joining
 from paceline.launch.job import ElasticTerms
 from tests.elastic_job import Job, run_elastic
 from tests.models import draw
@@ -111,6 +112,8 @@ def train(member: int, script: Script) -> dict[str, Any]:
                 struck.append(fault)
                 fault.strike()
 
+    if any((fault.member, fault.where) == (member, "receiving") for fault in script.faults):
+        setattr(joining, "receive", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010 (not for long)
     world = paceline.init(device=script.device)
     if 0 <= script.late <= member:
         until(Path(script.folder, "at 2").exists)
@@ -262,12 +265,29 @@ def test_a_shard_that_is_lost_comes_from_the_checkpoint(
     procs: Pool, tmp_path: Path, quiet: Any, placement: str
 ) -> None:
     """First the world is smaller than the one that saved, then as large again."""
-    script = Script(placement, (Fault(1, 3, "backward"),), saves=True, late=2, folder=str(tmp_path), full=2)
+    script = Script(placement, (Fault(1, 1, "backward"),), saves=True, late=2, folder=str(tmp_path), full=2)
     terms = ElasticTerms(minimum=1, maximum=2)
     job = run_elastic(procs, tmp_path, train, script, terms=terms, processes=3)
     check(job, quiet(), lost=1)
     assert job.formed[1].generation.sources == ()
     assert [formed.generation.size for formed in job.formed] == [2, 1, 2]
+    (tmp_path / "again").mkdir()
+    again = Script(placement, saves=True, folder=str(tmp_path))
+    job = run_elastic(procs, tmp_path / "again", train, again, terms=ElasticTerms(minimum=1, maximum=1), processes=1)
+    check(job, quiet(), lost=0)  # the job as a whole goes on from there, on any number of ranks
+    assert job.values[0]["steps"] == []
+
+
+def test_a_rank_that_dies_while_it_is_given_its_shard_takes_nothing_with_it(
+    procs: Pool, tmp_path: Path, quiet: Any
+) -> None:
+    """The others have their shards of the cut before until all have come that the new one needs."""
+    script = Script("zero1", (Fault(2, 3, "receiving"),), late=2, folder=str(tmp_path), full=3)
+    terms = ElasticTerms(minimum=2, maximum=3, patience_s=0.1)
+    job = run_elastic(procs, tmp_path, train, script, terms=terms, processes=4)
+    check(job, quiet(), lost=1)
+    assert {formed.generation.size for formed in job.formed} == {2, 3}
+    assert all(formed.generation.sources for formed in job.formed)
 
 
 def test_all_twins_of_a_shard_are_lost_and_there_is_no_checkpoint(procs: Pool, tmp_path: Path) -> None:
@@ -297,7 +317,7 @@ def test_an_error_in_a_backward_ends_the_rank_that_has_it_alone(procs: Pool, tmp
 
 
 def test_masters_of_whole_parameters_outlive_the_rest(procs: Pool, tmp_path: Path, quiet: Any) -> None:
-    script = Script("ddp", (Fault(0, 2, "backward"),), dtype="bfloat16", late=2, folder=str(tmp_path), full=2)
+    script = Script("ddp", (Fault(0, 1, "backward"),), dtype="bfloat16", late=2, folder=str(tmp_path), full=2)
     job = run_elastic(procs, tmp_path, train, script, terms=ElasticTerms(minimum=1, maximum=2), processes=3)
     check(job, quiet(dtype="bfloat16"), lost=1)
     assert [formed.generation.size for formed in job.formed] == [2, 1, 2]
