@@ -307,6 +307,15 @@ def test_a_connection_breaks(procs: Pool, tmp_path: Path, quiet: Any) -> None:
     assert (healed.sources, healed.step) == ((2, 3), 3)
 
 
+def test_parameters_that_were_on_their_way_are_gathered_again(procs: Pool, tmp_path: Path, quiet: Any) -> None:
+    """All have committed the step, and nobody has the parameters that others have updated in it."""
+    script = Script("zero1", (Fault(0, 3, "after the commit", "break"),), transport="torch")
+    terms = ElasticTerms(minimum=2, maximum=2)
+    job = run_elastic(procs, tmp_path, train, script, terms=terms, processes=2)
+    check(job, quiet(), lost=0)
+    assert [(formed.generation.sources, formed.generation.step) for formed in job.formed] == [((0,), 0), ((0, 1), 3)]
+
+
 def test_an_error_in_a_backward_ends_the_rank_that_has_it_alone(procs: Pool, tmp_path: Path, quiet: Any) -> None:
     """The other waits in a gather that does not come. Each of two ranks has the only shard that there is."""
     script = Script("zero3", (Fault(1, 2, "backward", "fail"),), copies=2, transport="torch")
