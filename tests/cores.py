@@ -24,6 +24,7 @@ LONGEST = (
     "procs/test_ray.py",
     "procs/test_listeners.py",
     "procs/test_elastic_launch.py",
+    "procs/test_elastic_shards.py",
     "procs/test_two_level.py",
     "procs/test_hosts.py",
     "procs/test_shm_crowd.py",

@@ -47,29 +47,36 @@ PLACEMENTS = {
 }
 
 
-def placement_of(name: object, shard: object = None) -> Placement:
+def placement_of(name: object, shard: object = None, copies: object = None) -> Placement:
     """The placement with this name. Shards over one rank are what "ddp" keeps."""
     if name not in PLACEMENTS:
         accepted = ", ".join(map(repr, PLACEMENTS))
         raise UsageError(f"placement={name!r} is not known; accepted: {accepted}")
-    if name == "ddp" and shard not in (None, 1):
-        raise UsageError(f'shard={shard!r} needs shards; pass placement="zero1", "zero2" or "zero3" with it')
+    for what, value in (("shard", shard), ("copies", copies)):
+        if name == "ddp" and value not in (None, 1):
+            raise UsageError(f'{what}={value!r} needs shards; pass placement="zero1", "zero2" or "zero3" with it')
+    if shard is not None and copies is not None:
+        raise UsageError(
+            f"shard={shard!r} and copies={copies!r} say the same thing in two ways: over how many ranks shards are "
+            f"made, and how many ranks hold each; pass one of them"
+        )
     return PLACEMENTS["ddp" if shard == 1 else str(name)]
 
 
-def shard_size(shard: object, world: int) -> int:
-    """Over how many consecutive ranks shards are made; None: over all."""
-    if shard is None:
+def shard_size(shard: object, world: int, copies: object = None) -> int:
+    """Over how many consecutive ranks shards are made; None: over all, or so that `copies` ranks hold each."""
+    what, value = ("shard", shard) if copies is None else ("copies", copies)
+    if value is None:
         return world
-    if not isinstance(shard, int) or isinstance(shard, bool) or shard < 1:
-        raise UsageError(f"shard={shard!r} is not a number of ranks; expected a whole number of at least 1, or None")
-    if world % shard:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{what}={value!r} is not a number of ranks; expected a whole number of at least 1, or None")
+    if world % value:
         possible = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
         raise UsageError(
-            f"shard={shard} does not divide the world of {world} ranks, so some shards would have no twin; "
+            f"{what}={value} does not divide the world of {world} ranks, so some shards would have no twin; "
             f"expected one of {possible}"
         )
-    return shard
+    return value if copies is None else world // value
 
 
 @dataclass(frozen=True, slots=True)

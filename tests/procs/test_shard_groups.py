@@ -96,6 +96,16 @@ def test_shards_over_one_rank_are_ddp(procs: Pool, placement: str) -> None:
     assert procs(2).run(train, placement, 1, "shm", True) == expected
 
 
+def copied(rank: int, size: int, copies: int) -> tuple[str, bool, bool]:
+    model = paceline.DistributedDataParallel(mlp(9, 700, 64, 5), placement="zero2", copies=copies)
+    return model._placement.name, model.whole_among([0, 3]), model.whole_among([1, 3])
+
+
+def test_so_many_ranks_hold_each_shard(procs: Pool) -> None:
+    assert procs(4).run(copied, 2) == [("zero2", True, False)] * 4
+    assert procs(4).run(copied, 4) == [("ddp", True, True)] * 4
+
+
 def wrap(rank: int, size: int, shards: tuple[Any, ...], **arguments: Any) -> str:
     shard = shards[rank % len(shards)]
     model = paceline.DistributedDataParallel(mlp(9, 64, 5), **{"placement": "zero2", "shard": shard, **arguments})

@@ -182,13 +182,15 @@ def test_a_killed_rank_is_named_and_the_run_ends_by_itself(quiet: Training, text
 
 
 @pytest.mark.timeout(2 * TIMEOUT_S)
-def test_a_killed_rank_is_outlived(quiet: Training, text: Path, start: Any) -> None:
-    """Rank 0 dies, and the other goes on with its state and its files."""
-    training = start("run", *QUICK, "--data", str(text), "--min-ranks", "1", "--fault", "kill rank=0 step=5")
+@pytest.mark.parametrize("placement", ["ddp", "zero1"])
+def test_a_killed_rank_is_outlived(quiet: Training, text: Path, start: Any, placement: str) -> None:
+    """Rank 0 dies, and the other goes on with its state and its files; from a checkpoint, if it had but a shard."""
+    flags = ("--placement", placement, "--min-ranks", "1", "--fault", "kill rank=0 step=11")
+    training = start("run", *QUICK, "--data", str(text), *flags)
     assert training.ended() == 0, training.output()
     assert training.result()["digest"] == quiet.result()["digest"]
-    assert training.result()["redone_steps"] == 0
-    assert "rank 0 was killed by SIGKILL (at step 5)" in training.output()
+    assert training.result()["redone_steps"] in ([0] if placement == "ddp" else [3, 7])  # steps 4 and 8 were saved
+    assert "rank 0 was killed by SIGKILL (at step 11)" in training.output()
     assert training.steps() == list(range(1, 17))
 
 

@@ -130,6 +130,9 @@ class Job:
         ([(5, True, 2, 1), (5, True, 2, 1), (5, True, 2, 0)], True, (2, 0), 5, False),
         ([(5, True, 2, 1), (5, False, 2, 0), (0, False)], True, (), NEVER, False),
         ([(6, True, 2, 1), (5, True, 2, 0), (5, True, 2, 1)], True, (1, 2), 5, False),
+        # The first generation was formed in vain: who has taken a shard has no more than that.
+        ([(0, True, 2, 0), (0, False)], False, (1,), 0, True),
+        ([(0, True, 2, 0), (0, False, 2, 1)], False, (), NEVER, False),
     ],
 )
 def test_the_state_is_that_of_the_newest_step_of_which_all_shards_are_there(
@@ -177,7 +180,8 @@ class Pairs(Job):
     def ready(self, *members: int, step: int = 0, whole: bool = False, was: int | None = None) -> None:
         for member in members:
             shard = self.generation.rank_of(member) % 2 if whole else 0
-            message = MemberReady(self.number if was is None else was, step, whole, "", 2, shard, multiple=2)
+            shards = 2 if whole else 1
+            message = MemberReady(self.number if was is None else was, step, whole, "", shards, shard, multiple=2)
             self.say(member, message)
 
 

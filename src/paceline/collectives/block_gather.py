@@ -81,6 +81,10 @@ class BlockGather:
         """Whether the blocks of all ranks come within so many seconds. It still has to be finished."""
         return self._flight is None or group.wait_a_moment(self._flight[0], what, seconds)
 
+    def forget(self) -> None:
+        """Drop what is under way over a group that is no more."""
+        self._flight = None
+
     def discard(self, group: Group) -> None:
         """Drop what is under way, when it is over."""
         if self._flight is not None:

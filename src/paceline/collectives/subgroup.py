@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline.collectives.group import Group
+from paceline.collectives.local import LocalTransport
 from paceline.collectives.own_group import form_own_group, own_backends
 from paceline.collectives.protocols import Transport
 from paceline.collectives.shm.connect import PeerInfo, PeerListener, check_share_host, connect
@@ -128,7 +129,9 @@ class ShardGroups:
             [everyone[at::size] for at in range(size)],
         ):
             mine = next(part for part in parts if base.rank in part)
-            made.append(Subgroup(split(base, parts, wanted, devices, timeout_s), timeout_s, mine))
+            alone = len(mine) == 1  # in all parts, as they are of one size
+            found = LocalTransport() if alone else split(base, parts, wanted, devices, timeout_s)
+            made.append(Subgroup(found, timeout_s, mine))
         return cls(*made)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from paceline.checkpoint import Checkpointer, NoCheckpoint
 from paceline.collectives.checked import named_barrier
+from paceline.collectives.gather import gather_ints
 from paceline.collectives.group import Group
 from paceline.collectives.wait import EventWork
 from paceline.elastic.before_attempt import BeforeAttempt
@@ -189,6 +190,8 @@ class Elastic:
     def _before_commit(self) -> None:
         if self._group is not None and self._declared.device.type == "cuda":
             self._await_sums(self._group)
+        if self._generations is not None:
+            self._declared.await_parameters()  # not in the update: a rank that is lost does not break that off
         self._strangers.check()
 
     def _begin_commit(self) -> None:
@@ -201,6 +204,8 @@ class Elastic:
         group.wait(EventWork(event), f"the sums of step {self.step}")
         if self._generations is not None and self._generations.over:
             raise PeerLost(f"a member left generation {self.generation} before step {self.step} was committed")
+        if self._declared.in_shards and group.size > 1:  # all have their sums, or nobody uses them
+            gather_ints(group, [self.step], f"the sums of step {self.step} on all ranks")
 
     def _end_commit(self) -> None:
         self._declared.commit(self.step + 1)

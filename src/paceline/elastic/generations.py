@@ -4,6 +4,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from paceline.collectives.group import Group
 from paceline.collectives.peers import Identity
 from paceline.collectives.torch_dist import TorchDistTransport
-from paceline.elastic.transaction import Transaction
 from paceline.errors import WorldNotFormed
 from paceline.member import Member
 from paceline.member_messages import NEVER, Generation, MemberFailed, MemberFormed, MemberLeft, MemberReady
@@ -47,14 +47,14 @@ class Generations:
         """Whether others wait to join."""
         return self.member.wants_regroup(self.number)
 
-    def enter_next(self, transaction: Transaction, reason: str = "") -> tuple[Generation, Group]:
+    def enter_next(self, ready: MemberReady) -> tuple[Generation, Group]:
         """Leave the generation, say where this rank stands, and form the group of the next one that it belongs to.
-        `reason`: an error of all ranks, for which none of them has to go.
+        `ready.was` is filled in here.
 
         Raises PeerLost when a member of that one leaves meanwhile: then there will be another.
         """
         self._leave()
-        self.member.send(MemberReady(self.number, transaction.step, transaction.whole, reason))
+        self.member.send(replace(ready, was=self.number))
         generation = self.member.await_generation(self.number)
         self.number = generation.number
         self._hook = sys.excepthook

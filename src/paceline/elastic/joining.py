@@ -7,15 +7,16 @@ from typing import Any
 
 from paceline.collectives.group import Group
 from paceline.elastic.before_attempt import BeforeAttempt
-from paceline.elastic.declared import Declared
+from paceline.elastic.declared import WHOLE, Declared
 from paceline.elastic.generations import Generations
-from paceline.elastic.healing import compare_declared, heal
+from paceline.elastic.healing import Standing, check, check_parameters, compare_declared, receive
 from paceline.elastic.losses import LOSSES
+from paceline.elastic.split_state import SplitState
 from paceline.elastic.transaction import Transaction
 from paceline.errors import WorldNotFormed
-from paceline.member_messages import Generation
+from paceline.member_messages import NEVER, Generation, MemberReady
 from paceline.progress import Phase, own_progress
-from paceline.replica.membership import enter_generation
+from paceline.replica.membership import abort, enter_generation
 
 logger = logging.getLogger("paceline")
 
@@ -38,6 +39,10 @@ class Joining:
         self._before = before
         self._begin = begin
         self._generations = generations
+        # What this rank has made of itself, until the first generation has a state: one that forms in vain may have
+        # taken it apart already.
+        self._initial: dict[str, SplitState] | None = None
+        self._told = ""
 
     def begin(self) -> Group | None:
         """Before the first step: the first generation, or the newest checkpoint of a world that stays as it is."""
@@ -55,7 +60,7 @@ class Joining:
         assert generations is not None
         for _ in range(FORMINGS):
             try:
-                generation, group = generations.enter_next(self._transaction, reason)
+                generation, group = generations.enter_next(self._ready(reason))
                 self._enter_and_tell(generation, group)
                 generations.formed(self._abort)
             except LOSSES as error:  # a member has left while it formed, so there will be another
@@ -88,34 +93,86 @@ class Joining:
                 "bits when ranks have come or gone; pass lanes= to DistributedDataParallel for the same in every world"
             )
 
+    def _ready(self, reason: str) -> MemberReady:
+        """Where this rank stands, for the launcher."""
+        declared, mark = self._declared, self._transaction
+        cut = declared.held if self._initial is None else WHOLE
+        return MemberReady(
+            NEVER, mark.step, mark.whole, reason, cut.shards, cut.shard, declared.multiple, declared.divides
+        )
+
     def _enter(self, generation: Generation, group: Group) -> None:
         """The group has formed: all that was declared moves to it."""
-        for thing in self._declared.followers:
+        declared = self._declared
+        for thing in declared.followers:
             thing.follow_group()
-        for replica in self._declared.replicas:
+        for replica in declared.replicas:
             enter_generation(replica)
-        mark, fresh = self._transaction, generation.fresh
         sources = [generation.rank_of(member) for member in generation.sources]
-        has_it = group.rank in sources if fresh else mark.whole and mark.step == generation.step
-        behind = compare_declared(group, self._declared, behind=not has_it)
-        if (fresh or not sources) and self._take_newest():
+        own = self._standing(generation, group, sources)
+        stands = compare_declared(group, declared, own)
+        if generation.fresh and self._initial is None:
+            self._initial = declared.state()
+        if (generation.fresh or not sources) and self._take_newest():
+            self._tell_what_is_lost_with_a_rank(group)
             return
         if not sources:
-            raise WorldNotFormed(
-                "no rank that is left has the whole state of a step, and there is no checkpoint to go on from: pass "
-                "checkpoints=paceline.Checkpointer(...) to paceline.Elastic, and save"
+            raise WorldNotFormed(self._why_nothing_is_whole())
+        if any(stand.behind or stand.moves for stand in stands):
+            received = receive(group, declared, sources, own, self._initial)
+            if own.behind or own.moves:
+                self._transaction.tear()  # until all of it is there
+            declared.take_up_cut()
+            declared.take(received.state)
+            self._go_on(generation.step)
+            check(group, declared, received, sources)
+        else:
+            declared.take_up_cut()
+            self._go_on(generation.step)
+        if any(stand.moves or stand.lacking for stand in stands):
+            declared.complete_parameters()
+            check_parameters(group, declared)
+        self._tell_what_is_lost_with_a_rank(group)
+
+    def _standing(self, generation: Generation, group: Group, sources: Sequence[int]) -> Standing:
+        mark, declared = self._transaction, self._declared
+        has_it = group.rank in sources if generation.fresh else mark.whole and mark.step == generation.step
+        apart = self._initial is not None or declared.held != declared.due
+        moves = bool(declared.in_shards) and (apart or not has_it)
+        return Standing(behind=not has_it, moves=moves, lacking=declared.lacking)
+
+    def _tell_what_is_lost_with_a_rank(self, group: Group) -> None:
+        """At the start, and when it is something else than before."""
+        if group.rank or not self._declared.in_shards:
+            return
+        holders = group.size // self._declared.held.shards
+        if holders > 1:
+            text = f"each shard is held by {holders} ranks: the shard of a lost rank comes from its twin"
+        elif self._begin is not None:
+            text = "a lost rank takes its shard with it: the job then goes on from the newest checkpoint"
+        else:
+            text = (
+                "a lost rank takes its shard with it, and the job with that: there are no checkpoints= to go on from. "
+                "Pass some to paceline.Elastic, or have every shard on two ranks, by shard= or copies="
             )
-        if any(behind):
-            if not has_it:
-                mark.tear()  # until all of it is there
-            heal(group, self._declared, sources[0], behind=not has_it)
-        self._go_on(generation.step)
+        if text != self._told:
+            logger.warning("%s", text)
+        self._told = text
+
+    def _why_nothing_is_whole(self) -> str:
+        lost = "a shard of the state was on no rank that is left" if self._declared.in_shards else ""
+        return (
+            f"no rank that is left has the whole state of a step{lost and f' ({lost})'}, and there is no checkpoint to "
+            f"go on from: pass checkpoints=paceline.Checkpointer(...) to paceline.Elastic, and save"
+            + (", or have every shard on two ranks, by shard= or copies=" if lost else "")
+        )
 
     def _take_newest(self) -> bool:
         """Go on from what was stored, if anything was. All ranks call it."""
         if self._begin is None:
             return False
         self._transaction.tear()
+        self._declared.take_up_cut()  # which is loaded into
         step = self._begin()
         if step is None:
             return False
@@ -124,6 +181,7 @@ class Joining:
 
     def _go_on(self, step: int) -> None:
         self._before.forget()
+        self._initial = None
         self._transaction.take(step)
         for replica in self._declared.replicas:
             replica._core.step_state.took(step)
@@ -131,5 +189,4 @@ class Joining:
     def _abort(self) -> None:
         """On a device: end what replicas have under way, whatever rank it waits for."""
         for replica in self._declared.replicas:
-            if hasattr(replica._transport, "abort"):
-                replica._transport.abort()
+            abort(replica)

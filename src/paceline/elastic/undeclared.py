@@ -11,6 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from paceline.elastic.transaction import StepMark, Transaction
 from paceline.errors import IllegalMove, UsageError
@@ -34,12 +35,12 @@ class UpdateWatch:
             if (watch := own()) is not None:
                 watch._stepping -= 1
 
-        self._hooks = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+        hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        self._removal = weakref.finalize(self, _remove, hooks)  # also where a script was broken off
 
     def close(self) -> None:
         """Look no more."""
-        for hook in self._hooks:
-            hook.remove()
+        self._removal()
 
     def forget(self) -> None:
         """An update was left by an exception."""
@@ -61,6 +62,11 @@ class UpdateWatch:
                 f"known whether step {self._transaction.step} was made: call it there, as scheduler.step()"
             )
         self._stepping += 1
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class UndeclaredReplicas:

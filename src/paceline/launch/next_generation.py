@@ -47,14 +47,15 @@ def next_generation(number: int, members: Sequence[int], ready: Ready, ever_form
     All go on from the newest step of which they have every shard between them; where no state is cut, that is the first
     whole member at the highest step. One at that step is enough: finished sums have equal bits everywhere, so what one
     rank has committed is what all would have. Before anything was ever formed all are as their scripts have made them,
-    and the first decides. If no state is whole there are no sources.
+    and the first decides that has not been given a shard alone. If no state is whole there are no sources.
     """
     state = _newest_whole(members, ready)
     if state is not None:
         sources = tuple(state.holders[shard][0] for shard in range(state.shards))
         return Generation(number, tuple(members), sources, state.step, fresh=False)
-    if not ever_formed:
-        return Generation(number, tuple(members), (members[0],), ready[members[0]].step, fresh=True)
+    uncut = [member for member in members if ready[member].shards == 1]
+    if not ever_formed and uncut:
+        return Generation(number, tuple(members), (uncut[0],), ready[uncut[0]].step, fresh=True)
     return Generation(number, tuple(members), (), NEVER, fresh=False)
 
 

@@ -166,7 +166,8 @@ class Reducer:
             for bucket in self.pad_missing():
                 self.trace.stamp(Moment.READY, self.reductions_begun, bucket.spec.index)
             self.schedule.launch()
-            if not (self.schedule.one_after_another or self.schedule.stream_ordered or self.schedule.looks_at_sums):
+            schedule, late = self.schedule, self.settings.report_last
+            if not (late or schedule.one_after_another or schedule.stream_ordered or schedule.looks_at_sums):
                 self._send_report()
         except BaseException:
             self.reset()

@@ -16,6 +16,8 @@ class ReducerSettings:
     unused: str = "zero"  # or "error"
     static_graph: bool = False
     skip_unused: bool = False  # the user guarantees that ranks agree on unused parameters: leave out unused buckets
+    # A rank's report says that it has its sums: whoever has read those of all ranks knows that all have theirs.
+    report_last: bool = False
     hold: bool = False  # never show unreduced gradients: their dtype is not the parameter's (mixed precision)
 
     @property

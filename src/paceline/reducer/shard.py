@@ -52,6 +52,16 @@ class Shard:
             self.value.data = self._home
         self.front = ParamStandIn.of(self)
 
+    def cut_at(self, span: Span) -> None:
+        """Own other elements from now on: `value` stays what an optimizer knows, and is of another length. What is in
+        memory of its own, block or master, has no values until they are put there."""
+        self.drop()
+        self.span = span
+        if self._home is not None:
+            self._home = torch.empty(span[1] - span[0], dtype=self._home.dtype, device=self._home.device)
+        block = self.block
+        self.value.data = torch.empty_like(block, dtype=self.value.dtype) if self.has_master else block
+
     @property
     def block(self) -> torch.Tensor:
         """The block in the parameter's memory, or in its own."""

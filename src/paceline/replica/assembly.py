@@ -100,7 +100,7 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
     """Lay out the gradients, hook the parameters, and join what looks after them."""
     check_audits(replica._agreement, replica._lane_count, replica._placement, replica._group)
     _show_progress()
-    metas = metas_of(replica)  # now: parameters in shards have no strides
+    metas = metas_of(replica)
     owned = _owned(replica, metas)
     config, narrow = replica.mixed_precision, None
     if config is not None:
@@ -192,27 +192,38 @@ def _on_damage(replica: "DistributedDataParallel") -> OnDamage | None:
 
 
 def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> OwnedBlocks | None:
-    """This rank's blocks of the parameters, if the placement cuts them and there is a rank to share them with."""
-    if not replica._placement.shards_optimizer or replica._group.single:
+    """This rank's blocks of the parameters, if the placement cuts them and there is a rank to share them with. In an
+    elastic job there may be later, so they are cut over one rank too; and an optimizer knows them, so they stay."""
+    if not replica._placement.shards_optimizer or (replica._group.single and not replica._in_generations):
         return None
-    groups = replica._shard_groups
-    group = replica._group if groups is None else groups.shard
+    if replica._in_generations and (known := replica._owned) is not None:
+        if known.units is not None:
+            known.units.hook()
+        return known
+    group = sharing(replica)
     owned = OwnedBlocks(replica._managed.params, metas, group, cut=True)
     if replica._placement.shards_parameters:
         owned.units = _units(replica, owned, group)
     else:
         owned.gathers = UpdateGathers(replica.module, group, replica.device)
+    if replica._in_generations:
+        owned.outlive()
     return owned
 
 
-def _units(replica: "DistributedDataParallel", owned: OwnedBlocks, sharing: Group) -> Units:
+def sharing(replica: "DistributedDataParallel") -> Group:
+    """The ranks that have all shards between them, with this one."""
+    return replica._group if replica._shard_groups is None else replica._shard_groups.shard
+
+
+def _units(replica: "DistributedDataParallel", owned: OwnedBlocks, others: Group) -> Units:
     """Take the parameters apart. They are gathered over a duplicate of the group: a rank that does not use a parameter
     reduces its bucket later than others, and so at another place among the gathers."""
     for shard in owned.shards:
         shard.leave_parameter()
-    transport = sharing.transport.dup(sharing.timeout_s)
+    transport = others.transport.dup(others.timeout_s)
     connected = transport.connect() if isinstance(transport, TorchDistTransport) else transport
-    group = Subgroup(connected, sharing.timeout_s, ranks_of(sharing))
+    group = Subgroup(connected, others.timeout_s, ranks_of(others))
     weakref.finalize(replica, group.close)
     modules = find_units(replica.module, replica._units)
     indices = group_by_unit(modules, replica._managed.params, replica.module)
@@ -240,6 +251,8 @@ def _reducer(
 
 def metas_of(replica: "DistributedDataParallel") -> list[ParamMeta]:
     managed = replica._managed
+    if replica._owned is not None and replica._owned.units is not None:  # in shards they have no strides
+        return list(replica._owned.metas)
     return [
         ParamMeta(name, tuple(p.shape), tuple(p.stride()), p.dtype, p.device, sparse)
         for name, p, sparse in zip(managed.names, managed.params, managed.sparse, strict=True)

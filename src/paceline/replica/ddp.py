@@ -64,6 +64,8 @@ class DistributedDataParallel(TorchSurface):
             `model.optimizer()`.
         shard: how many consecutive ranks, such as those of one host, share one set of shards; it must divide the
             number of ranks. The next ranks hold the same shards again. None: all ranks; 1: as "ddp".
+        copies: the same in another way: how many ranks hold each shard, in a world of any size that this divides. With
+            2 a job that outlives its ranks (`paceline.Elastic`) may lose any one of them.
         units: for "zero3", the modules, or classes of them, whose parameters are gathered and freed together. None: the
             repeated blocks of the model.
         lanes: give the same bits in a world of any size up to this number: see `lanes()`. None: PACELINE_LANES of the
@@ -117,6 +119,7 @@ class DistributedDataParallel(TorchSurface):
         timeout: float | None = None,
         placement: str = "ddp",
         shard: int | None = None,
+        copies: int | None = None,
         units: Sequence[type[nn.Module] | nn.Module] | None = None,
         lanes: int | None = None,
         seed: int = 0,
@@ -125,14 +128,12 @@ class DistributedDataParallel(TorchSurface):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         transport, lanes = arguments.or_from_environment(transport, lanes)
-        self._placement, self._shard, self._units = placement_of(placement, shard), shard, units
-        arguments.check_module(module, self._placement, device_mesh)
+        arguments.check_module(module, placement_of(placement, shard, copies), device_mesh)
         arguments.check_choices(init=init, unused=unused, bucket_plan=bucket_plan)
         arguments.check_objects(timeout=timeout, transport=transport, reduction=reduction)
         arguments.check_together(mixed_precision, reduction, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._reduce_dtype = arguments.check_reduce_dtype(reduce_dtype, mixed_precision, reduction, lanes)
-        self.module = module
-        self.dim = dim
+        self.module, self.dim = module, dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy, self.lazy_bucket_allocation = batched_grad_copy, lazy_bucket_allocation
@@ -151,6 +152,7 @@ class DistributedDataParallel(TorchSurface):
         }
         arguments.check_lanes(lanes, seed, self._transport.size, module, **given)
         self._lane_count, self._seed = lanes, seed
+        self._choose_placement(placement, shard, copies, units)
         if lanes is not None:
             self.forward_sync_buffers = False  # they have a rule of their own: replica/lane_buffers.py
         caps = BucketCaps.from_mib(bucket_cap_mb, bucket_cap_mb_list)
@@ -160,6 +162,7 @@ class DistributedDataParallel(TorchSurface):
             caps=caps,
             plans_buckets=bucket_plan == "auto" and not (caps.given or several or in_turn),
             keeps_layout=self._placement.shards_parameters,
+            report_last=self._placement.shards_optimizer and self._in_generations,
             overlap=overlap,
             unused=unused,
             skip_unused=skip_all_reduce_unused_params,
@@ -173,7 +176,7 @@ class DistributedDataParallel(TorchSurface):
         self._from_meta = from_meta.begin(self)
         self._manage(device_ids, output_device)
         self._check_placement()
-        self._shard_groups = membership.form_shard_groups(self, shard)
+        self._shard_groups = membership.form_shard_groups(self)
         if init_sync:
             start_equal.make_equal(self, init, with_buffers=init_sync_buffers)
         if lanes is not None:
@@ -193,6 +196,7 @@ class DistributedDataParallel(TorchSurface):
             self._build_for_compiled_autograd()
             return
         built = assemble(self)
+        self._built_alone = self._group.single
         self._core, self._gate, self._lane_loop = built.core, built.gate, built.lane_loop
         self._narrow, self._capsules, self._owned = built.narrow, built.capsules, built.owned
         self._prepare_parameters = built.prepares()

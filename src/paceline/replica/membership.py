@@ -30,7 +30,7 @@ from paceline.member import in_elastic_job
 from paceline.placement import shard_size
 from paceline.reducer.participation import discard_in_flight
 from paceline.replica import arguments, start_equal
-from paceline.replica.assembly import reduction_of
+from paceline.replica.assembly import reduction_of, sharing
 from paceline.replica.live import all_replicas
 from paceline.replica.monitor import ReplicaMonitor
 from paceline.strategies.comm_hook import CommHook
@@ -55,6 +55,7 @@ def join(
     if isinstance(transport, str) and default and in_elastic_job() and not dist.is_initialized():
         # Its first generation is formed later, and not by all ranks in this line: see `enter_generation`.
         replica.process_group, replica._in_default_group, replica._group_is_gone = None, True, True
+        replica._in_generations = True
         found: Transport = LocalTransport()
     elif isinstance(transport, str):
         found = _own_transport(replica, users_transport(replica, process_group, device_mesh), timeout_s)
@@ -98,33 +99,35 @@ def _devices_of(replica: Any) -> set[torch.device]:
     return {replica._start_device if param.is_meta else param.device for param in replica.module.parameters()}
 
 
-def form_shard_groups(replica: Any, shard: int | None) -> ShardGroups | None:
+def form_shard_groups(replica: Any) -> ShardGroups | None:
     """The groups of a replica whose shards are over some of its ranks. None: over all of them, or it has none. All
     ranks call it."""
-    size = shard_size(shard, replica._group.size)
+    if replica._group_is_gone:
+        return None  # until the first generation it is alone
+    size = shard_size(replica._shard, replica._group.size, replica._copies)
     if not replica._placement.shards_optimizer or size == replica._group.size:
         return None
     wanted = replica._transport_choice or "torch"
     if replica._transport_choice is None and not isinstance(replica._transport, TorchDistTransport):
         raise UsageError(
-            f"shard={shard} needs groups of some of the ranks, which only the code that made a "
+            f"shard= needs groups of some of the ranks, which only the code that made a "
             f'{type(replica._transport).__name__} could form; pass the name of a transport, such as "auto"'
         )
     devices = _devices_of(replica)
     base = TorchDistTransport(replica.process_group)
     groups = ShardGroups.of(base, size, wanted, devices, replica._group.timeout_s)
-    weakref.finalize(replica, groups.close)
+    replica._close_shard_groups = weakref.finalize(replica, groups.close)
     return groups
 
 
 def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:
     """Go on over the ranks of another process group; None: of the default one. All of them call it. Nothing that was
     known of the ranks before is known of them. `compares`: whether their models are alike has to be found out."""
-    group, core, was_single = replica._group, replica._core, replica._group.single
+    group, core = replica._group, replica._core
     group.move(_own_transport(replica, users_transport(replica, process_group), group.timeout_s))
     if compares:
         start_equal.check_same_model(replica, "broadcast")
-    if was_single != group.single:  # what a replica is made of depends on whether there are others
+    if replica._built_alone != group.single:  # what a replica is made of depends on whether there are others
         _build_anew(replica)
         return
     core.follow_group(reduction_of(replica) if core.batch.has_lanes else core.schedule.reduction)
@@ -135,10 +138,11 @@ def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:
 
 def _build_anew(replica: Any) -> None:
     """Make the parts of a replica for the group that it has now. What its user has set goes on to hold."""
-    before = replica._core
+    before, owned = replica._core, replica._owned
     forget_other_ranks(before.schedule.reduction)
     replica._closing()
     replica._build()
+    replica._owned = replica._owned or owned  # masters of whole parameters, which optimizers keep
     replica._core.sync_on = before.sync_on
     if isinstance(before.schedule.reduction, CommHook):
         replica._core.schedule.reduction = before.schedule.reduction
@@ -151,15 +155,51 @@ def discard(replica: Any) -> None:
     discard_in_flight(replica._core)
     if replica._lane_loop is not None:
         replica._lane_loop.begin_anew()
+    if replica._owned is not None:
+        replica._owned.discard()
 
 
 def enter_generation(replica: Any) -> None:
     """Go on over the default group, of which this rank has just become a member. All members call it. Their models are
-    alike then; that they hold the same values is up to the caller."""
-    replica._refuse_in_shards("continuing in another generation")
+    alike then; that they hold the same values is up to the caller. A replica in shards can be used again when it has
+    taken up its cut, which may be another one in this generation: see `take_up_cut`."""
     discard(replica)
-    move(replica, compares=True)
+    if replica._placement.shards_optimizer:
+        _move_in_shards(replica)
+    else:
+        move(replica, compares=True)
     replica._group_is_gone = False
+
+
+def _move_in_shards(replica: Any) -> None:
+    """Have the groups of this generation. What this rank owns is as it was."""
+    group = replica._group
+    group.move(_own_transport(replica, users_transport(replica), group.timeout_s))
+    start_equal.check_same_model(replica, "broadcast")
+    replica._check_placement()
+    if replica._close_shard_groups is not None:
+        replica._close_shard_groups()
+    replica._group_is_gone, replica._shard_groups = False, None
+    replica._shard_groups = form_shard_groups(replica)
+    replica._owned.move(sharing(replica))
+
+
+def take_up_cut(replica: Any) -> None:
+    """Own what the rank of this generation owns, and make the parts of the replica for that. Where it has not owned
+    that before, others have to put it there: see `OwnedBlocks.cut_anew`. No other rank is asked for anything."""
+    if replica._in_generations:  # elsewhere it never changes
+        replica._owned.cut_anew()
+        _build_anew(replica)
+
+
+def abort(replica: Any) -> None:
+    """On a device: end what the replica has under way, whatever rank it waits for."""
+    groups = replica._shard_groups
+    units = None if replica._owned is None else replica._owned.units
+    found = [replica._group, *(() if groups is None else (groups.shard, groups.twins))]
+    for group in found if units is None else [*found, units.group]:
+        if hasattr(group.transport, "abort"):
+            group.transport.abort()
 
 
 def rejoin(replica: Any) -> None:

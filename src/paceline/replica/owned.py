@@ -15,9 +15,11 @@ from torch.optim.optimizer import Optimizer
 from paceline.collectives.block_gather import BlockGather
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Op
+from paceline.collectives.subgroup import ranks_of
+from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import UsageError
 from paceline.layout import MIB, BucketCaps, ParamMeta, plan_layout
-from paceline.placement import Ownership, cut_parameters
+from paceline.placement import Ownership, Span, cut_parameters
 from paceline.reducer.shard import Shard, flat_as, flat_of
 from paceline.replica.lane_norm import norm_in_lanes
 from paceline.replica.units import Units
@@ -36,7 +38,10 @@ class OwnedBlocks:
         for meta in metas if cut else ():
             _check_can_be_cut(meta)
         self.cut = cut
+        self.metas = metas
         self.ownership: Ownership = cut_parameters(metas, group.size if cut else 1)
+        self.position = group.rank if cut else 0  # of this rank among those that have all shards between them
+        self.lacking = False  # ranks were lost before the parameters had what these have made of them
         self.shards = [
             Shard(meta.name, param, self.ownership.block(index, group.rank if cut else 0))
             for index, (meta, param) in enumerate(zip(metas, params, strict=True))
@@ -63,6 +68,80 @@ class OwnedBlocks:
     def units(self, units: Units) -> None:
         self._units = units
         self._by_id.update((id(shard.front), shard) for shard in self.shards)
+
+    # ---- in a job that outlives its ranks
+
+    def outlive(self) -> None:
+        """Ranks may be lost without the training: see `UpdateGathers.outlive`."""
+        if self._units is not None:
+            self._units.outlive()
+        if self.gathers is not None:
+            self.gathers.outlive()
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Into how many shards the parameters are cut, and which of them this rank owns."""
+        return self.ownership.ranks, self.position
+
+    @property
+    def due(self) -> tuple[int, int]:
+        """The same, as it is to be in the group that this rank has now."""
+        return self._group.size, self._group.rank
+
+    def due_spans(self) -> dict[int, Span]:
+        """Which elements of a parameter this rank is to own, by the id of its shard."""
+        ranks, position = self.due
+        ours = cut_parameters(self.metas, ranks)
+        return {id(shard): ours.block(index, position) for index, shard in enumerate(self.shards)}
+
+    def sources_of_due(self, ranks: int) -> set[int]:
+        """Which shards of a cut over `ranks` have something of what this rank is to own."""
+        theirs, ours = cut_parameters(self.metas, ranks), cut_parameters(self.metas, self._group.size)
+        spans = [(index, *ours.block(index, self._group.rank)) for index in range(len(self.metas))]
+        return {
+            rank
+            for rank in range(ranks)
+            for index, begin, end in spans
+            for low, high in [theirs.block(index, rank)]
+            if max(low, begin) < min(high, end)
+        }
+
+    def discard(self) -> None:
+        """Drop gradients, and what is under way with other ranks: the group is gone."""
+        for shard in self.shards if self.cut else ():
+            shard.drop()
+        if self._units is not None:
+            self._units.discard()
+        if self.gathers is not None:
+            self.lacking |= self.gathers.move(self._group)
+
+    def move(self, group: Group) -> None:
+        """Go on with other ranks. What this one owns stays what it is until `cut_anew`."""
+        self._group = group
+        if self.gathers is not None:
+            self.lacking |= self.gathers.move(group)
+        if self._units is not None:
+            own = group.transport.dup(group.timeout_s)
+            self._units.move(own.connect() if isinstance(own, TorchDistTransport) else own, ranks_of(group))
+
+    def cut_anew(self) -> None:
+        """Own what the place of this rank in its group gives to it. Where that is not what it has owned, blocks of
+        parameters that are in shards, masters and optimizer states have to be put there by others."""
+        if self.due != self.held:
+            ranks, self.position = self.due
+            self.ownership = cut_parameters(self.metas, ranks)
+            for index, shard in enumerate(self.shards):
+                shard.cut_at(self.ownership.block(index, self.position))
+        self._addresses = []  # whoever gathers does so between other ranks
+        if self._units is not None:
+            self._units.cut_anew(self.ownership.cuts)
+
+    def complete(self) -> None:
+        """Have what all ranks own in the parameters, where these are whole. All ranks call it."""
+        if self.gathers is not None:
+            self.follow_parameters()
+            self.gathers.gather_now()
+        self.lacking = False
 
     def find(self, param: torch.Tensor) -> Shard | None:
         """The shard of a parameter, looked up by the parameter or by what an optimizer updates in its place."""
@@ -114,7 +193,7 @@ class OwnedBlocks:
             for rank in range(self.ownership.ranks)
         ]
         filled = [[block for block in of_rank if block.numel()] for of_rank in blocks]
-        return BlockGather(filled[self._group.rank], filled)
+        return BlockGather(filled[self.position], filled)
 
     def follow_update(self) -> None:
         """This rank's blocks have been updated: have those of all ranks in the parameters. All ranks call it."""

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -249,13 +249,30 @@ class ShardedOptimizer(Optimizer):
 
     def state_in_shards(self) -> dict[str, Any]:
         """As `state_dict()`, with this rank's part of what is in shards. All ranks call it."""
+        packed = self._state_here()
+        self._check_same_state([packed["state"].get(index, {}) for index in range(len(self._shards()))])
+        return packed
+
+    def split_state(self) -> tuple[dict[str, Any], dict[int, dict[str, TensorPart]]]:
+        """What of `state_dict()` all ranks have alike, and this rank's parts of the rest, by the number of a parameter.
+        No other rank is asked for anything."""
+        packed, shards = self._state_here(), self._shards()
+        parts: dict[int, dict[str, TensorPart]] = {}
+        for index, values in packed["state"].items():
+            for key, part in [(key, value) for key, value in values.items() if isinstance(value, TensorPart)]:
+                if self._owned.cut:
+                    parts.setdefault(index, {})[key] = values.pop(key)
+                else:
+                    values[key] = self._owned.whole(cast(Shard, shards[index][1]), part.values)
+        return packed, parts
+
+    def _state_here(self) -> dict[str, Any]:
         packed = super().state_dict()
         shards = [shard for _, shard in self._shards()]
         state: dict[int, dict[str, Any]] = {index: dict(packed["state"].get(index, {})) for index in range(len(shards))}
         for index, shard in enumerate(shards):
             if shard is not None and shard.has_master:
                 state[index][MASTER] = shard.value.detach()
-        self._check_same_state(state)
         for index, shard in enumerate(shards):
             if shard is None:
                 continue
@@ -301,16 +318,17 @@ class ShardedOptimizer(Optimizer):
                 f"{list(shard.form.shape)}; nothing was loaded. Load the state of the same model, with the parameters "
                 f"in the same order"
             )
-        if self._per_element and shapes and self._per_element.isdisjoint(shapes):
+        kept = shapes.keys() - {MASTER}  # which is there before the first step, too
+        if self._per_element and kept and self._per_element.isdisjoint(kept):
             raise UsageError(
                 f"the state to load has {', '.join(shapes)} for {shard.name}, and {type(self).__name__} keeps "
                 f"{', '.join(sorted(self._per_element))}; nothing was loaded. Load the state of the same kind of "
                 f"optimizer, or begin without one"
             )
 
-    def _check_same_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+    def _check_same_state(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Ranks are about to gather what they have, tensor by tensor: they must have the same."""
-        told = [sum(isinstance(value, torch.Tensor) for value in values.values()) for values in state.values()]
+        told = [sum(isinstance(value, torch.Tensor | TensorPart) for value in of.values()) for of in state]
         rows = gather_ints(self._group, told, "the state of an optimizer")
         if different := [rank for rank, row in enumerate(rows) if row != rows[0]]:
             raise CollectiveMismatch(

@@ -41,6 +41,7 @@ def check_same_model(replica: Any, init: str) -> None:
         "reduction": arguments.describe_reduction(replica._reduction),
         "reduce_dtype": replica._reduce_dtype,
         "shard": replica._shard or replica._group.size,
+        "copies": replica._copies,
         "placement": replica._placement.name,
         "units": _unit_names(replica) if replica._placement.shards_parameters else None,
         "lanes": replica._lane_count,

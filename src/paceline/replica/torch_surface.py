@@ -24,7 +24,7 @@ from paceline.collectives.reduction_protocol import Reduction
 from paceline.collectives.subgroup import ShardGroups
 from paceline.collectives.wait import FutureWork
 from paceline.errors import IllegalMove, UsageError
-from paceline.placement import Placement
+from paceline.placement import Placement, placement_of
 from paceline.progress import Phase, own_progress
 from paceline.reducer.participation import abandon
 from paceline.reducer.reducer import Reducer
@@ -69,6 +69,9 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     _from_meta: FromMeta | None = None
     _in_default_group = False  # and so in the one that is formed after it
     _group_is_gone = False  # see membership.py
+    _in_generations = False  # of an elastic job: its group is that of the generation, and before the first it is alone
+    _built_alone = False  # whether its parts were made for a group of one rank
+    _close_shard_groups: Callable[[], None] | None = None
     _joins_later = False  # a copy that has not been trained yet
 
     if TYPE_CHECKING:
@@ -372,6 +375,12 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         divide = kwargs.get("divide_by_initial_world_size", True)
         return ReplicaJoinHook(self, divide_by_initial_world_size=divide)
 
+    def _choose_placement(self, name: str, shard: int | None, copies: int | None, units: Any) -> None:
+        if copies is not None and copies == self._group.size and not self._in_generations:
+            shard, copies = 1, None  # each rank holds all, in a world that stays as it is
+        self._placement, self._units = placement_of(name, shard, copies), units
+        self._shard, self._copies = shard, copies
+
     def _check_placement(self) -> None:
         """Refuse, before anything is started, what cannot be had in shards."""
         if not self._placement.shards_optimizer:
@@ -393,7 +402,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
             raise UsageError(f'{what} cannot be combined with placement="{self._placement.name}"; use placement="ddp"')
 
     def _refuse_in_units(self, what: str) -> None:
-        if self._placement.shards_parameters and not self._group.single:
+        if self._placement.shards_parameters and not (self._group.single and not self._in_generations):
             raise UsageError(
                 f'{what} cannot be combined with placement="zero3", where all ranks gather the same parameters at the '
                 f'same time; use placement="zero2"'

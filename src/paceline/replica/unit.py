@@ -81,6 +81,11 @@ class Unit:
         self._wholes = list(wholes)
         self._device = next((whole.full.device for whole in wholes), torch.device("cpu"))
         self.gathered = True
+        self._number = number
+        self._cut(cuts)
+
+    def _cut(self, cuts: Sequence[Sequence[int]]) -> None:
+        wholes = self._wholes
         by_type: dict[torch.dtype, list[int]] = {}
         for at, whole in enumerate(wholes):
             if not whole.full.numel():
@@ -95,7 +100,13 @@ class Unit:
             ]
             homes = [wholes[at].shard.block for at in some]
             own = [home for home in homes if home.numel()]
-            self._gathers.append(BlockGather(own, blocks, tag=number))
+            self._gathers.append(BlockGather(own, blocks, tag=self._number))
+
+    def cut_anew(self, cuts: Sequence[Sequence[int]]) -> None:
+        """The shards own other blocks, or other ranks bring theirs."""
+        self._allocate()
+        self._cut(cuts)
+        self._free()
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -140,6 +151,12 @@ class Unit:
         for whole in self._wholes:
             whole.free()
         self.gathered = False
+
+    def discard(self) -> None:
+        """Free the parameters, and drop what is on its way over a group that is no more."""
+        for gather in self._gathers:
+            gather.forget()
+        self._free()
 
     def follow_update(self, group: Group) -> None:
         """Free the parameters, and drop what is on its way: the shards have new values."""

@@ -7,6 +7,7 @@ What is in no unit of its own is the root: it is gathered when forward begins, a
 unit computes from its parameters has to be in what its forward returns: backward would come to anything else unseen.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.collectives.group import Group
-from paceline.errors import IllegalMove
+from paceline.collectives.protocols import Transport
+from paceline.collectives.subgroup import Subgroup
+from paceline.errors import IllegalMove, PacelineError
 from paceline.reducer.autograd import task_id, tensors_in
 from paceline.reducer.shard import Shard
 from paceline.replica.module_hook import ModuleHook
@@ -59,11 +61,11 @@ class Units:
         modules: Sequence[nn.Module],
         units: Sequence[Unit],
         indices: Sequence[Sequence[int]],
-        group: Group,
+        group: Subgroup,
     ) -> None:
         """`units`: one for each of `modules`, and one more for what is in none of them. `indices`: of their
         parameters."""
-        self._group = group
+        self.group = group
         self._module, self._modules = module, list(modules)
         self.indices = indices
         self._units = list(units)
@@ -73,7 +75,15 @@ class Units:
         self._open = 0  # how many have asked for the whole
         self._left_in_shards = False  # by state_dict() and load_state_dict() of the module
         self._failed = False
+        self._outlives = False  # its ranks: see `outlive`
+        self._lost: PacelineError | None = None  # why what was gathered before an update could not be dropped in time
         self._hooks: list[RemovableHandle] = []
+        self.hook()
+        self.follow_update()
+
+    def hook(self) -> None:
+        """Gather and free whenever a module runs, until `close()`."""
+        module, modules, units = self._module, self._modules, self._units
         for owner, unit in [*zip(modules, units[:-1], strict=True), (module, self._root)]:
             before = ModuleHook(self._before_forward, unit)
             self._hooks.append(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -85,19 +95,43 @@ class Units:
         for owner, unit in [*zip(modules, units[:-1], strict=True), (module, self._root)]:  # one after another
             self._hooks.append(owner.register_load_state_dict_pre_hook(ModuleHook(self._open_unit, unit)))
             self._hooks.append(owner.register_load_state_dict_post_hook(ModuleHook(self._close_unit, unit)))
-        self.follow_update()
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
+
+    # ---- in a job that outlives its ranks
+
+    def outlive(self) -> None:
+        """Ranks may be lost without the training: an update is not broken off by that, and whoever needs parameters
+        next is told."""
+        self._outlives = True
+
+    def discard(self) -> None:
+        """The group is gone: drop what is under way."""
+        for unit in self._units:
+            unit.discard()
+        self._last, self._running, self._open = [], [], 0
+
+    def move(self, transport: Transport, ranks: Sequence[int]) -> None:
+        """Gather over another transport, between these ranks."""
+        self.group.move(transport)
+        self.group.ranks = ranks
+        self._failed, self._lost = False, None
+
+    def cut_anew(self, cuts: Sequence[Sequence[int]]) -> None:
+        """The shards own other blocks, or other ranks bring theirs. `cuts`: of each parameter, one block per rank."""
+        for unit, some in zip(self._units, self.indices, strict=True):
+            unit.cut_anew([cuts[index] for index in some])
 
     # ---- a step
 
     def _before_forward(self, unit: Unit, _: nn.Module, *inputs: Any) -> None:
         if self._failed:
             raise IllegalMove(FAILED)
-        unit.gather(self._group)
+        self._gather(unit)
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if tensors and torch.is_grad_enabled() and unit is not self._root:
             _WhenAllHaveGrads(tensors, partial(self._after_backward, unit))
@@ -107,7 +141,7 @@ class Units:
             self._last, self._running = self._running, []
         self._running.append(unit)
         if len(self._running) < len(self._last):
-            self._last[len(self._running)].start(self._group)
+            self._last[len(self._running)].start(self.group)
 
     def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         if task_id() != -1:
@@ -125,10 +159,10 @@ class Units:
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
         """Backward has come to an output of the unit."""
-        unit.gather(self._group)
+        unit.gather(self.group)
         for earlier, later in pairwise(self._running):
             if later is unit:
-                earlier.start(self._group)
+                earlier.start(self.group)
 
     def _after_backward(self, unit: Unit) -> bool:
         """The inputs of a unit have their gradients, so everything in it has run backward. Returns whether that was the
@@ -146,15 +180,26 @@ class Units:
     def fail(self) -> None:
         """A backward has ended with an exception. The other ranks wait for gathers that will not come: all must end."""
         self._failed = True
-        self._group.close()
+        self.group.close()
         raise IllegalMove(FAILED)
 
     def follow_update(self) -> None:
         """The shards have new values, and what was gathered before has not."""
         for unit in self._units:
-            unit.follow_update(self._group)
-            if self._open:
-                unit.gather(self._group)
+            try:
+                unit.follow_update(self.group)
+                if self._open:
+                    unit.gather(self.group)
+            except PacelineError as error:
+                if not self._outlives:
+                    raise
+                self._lost = error
+                unit.discard()
+
+    def _gather(self, unit: Unit) -> None:
+        if self._lost is not None:
+            raise copy.copy(self._lost)
+        unit.gather(self.group)
 
     def _free(self, unit: Unit) -> None:
         if not self._open:
@@ -185,7 +230,7 @@ class Units:
         if self._left_in_shards:
             return
         for unit in self._units:
-            unit.gather(self._group)
+            self._gather(unit)
         self._open += 1
 
     def _close_whole(self, *_: Any) -> None:
@@ -214,7 +259,7 @@ class Units:
 
     def _open_unit(self, unit: Unit, *_: Any) -> None:
         if not self._left_in_shards:
-            unit.gather(self._group)
+            self._gather(unit)
 
     def _close_unit(self, unit: Unit, *_: Any) -> None:
         if self._left_in_shards:
@@ -246,7 +291,7 @@ def make_units(
     indices: Sequence[Sequence[int]],
     shards: Sequence[Shard],
     cuts: Sequence[Sequence[int]],
-    group: Group,
+    group: Subgroup,
 ) -> Units:
     """`indices`: of the parameters of each of `modules`, and last of those in none of them."""
     places = places_of(module)

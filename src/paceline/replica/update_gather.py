@@ -28,7 +28,7 @@ _NEXT_STATES = {
     GatherState.DONE: (GatherState.STARTED,),
     GatherState.STARTED: (GatherState.PENDING, GatherState.DONE),
     GatherState.PENDING: (GatherState.DONE, GatherState.FAILED),
-    GatherState.FAILED: (),
+    GatherState.FAILED: (GatherState.DONE,),  # when other ranks have taken the place of those that were lost
 }
 
 
@@ -104,6 +104,9 @@ class UpdateGather:
                 self.fail(error)
             raise
         self._move(GatherState.DONE)
+        self._give_back_class()
+
+    def _give_back_class(self) -> None:
         for param in self.params:
             if type(param) is self._class:
                 param.__class__ = nn.Parameter
@@ -120,6 +123,23 @@ class UpdateGather:
     def comes(self, group: Group, seconds: float) -> bool:
         """Whether the values are there within so many seconds."""
         return self._queued is not None or self._gather.comes(group, self._what, max(seconds, 0.0))
+
+    def lose(self, error: Exception, wait: Callable[["UpdateGather"], None]) -> None:
+        """Ranks were lost before the values of an update were gathered: whoever uses one of them is told."""
+        if self.state is GatherState.DONE:
+            self._move(GatherState.STARTED)
+        if self.state is GatherState.STARTED:
+            self.make_pending(wait)
+        if self.state is GatherState.PENDING:
+            self.fail(error)
+
+    def forget(self) -> None:
+        """Its group is no more: drop what is under way. What the parameters hold is nobody's concern here."""
+        self._gather.forget()
+        self._queued = self._failure = None
+        if self.state is not GatherState.DONE:
+            self._move(GatherState.DONE)
+            self._give_back_class()
 
     def fail(self, error: Exception) -> None:
         """Whoever uses one of the parameters from now on is told why it has no values."""

@@ -16,6 +16,7 @@ CUDA graph. So are all of them where the calling thread moves the bytes, which t
 has been compiled since the replica was made.
 """
 
+import copy
 import logging
 import sys
 import threading
@@ -58,6 +59,8 @@ class UpdateGathers:
         self._compiled_before = frames_compiled()
         self._replayed = False  # something of the module may run that no hook of a module hears of
         self._heeds_compiling: Callable[[], None] | None = None
+        self._outlives = False  # its ranks: see `outlive`
+        self._lost: PacelineError | None = None  # why parameters lack what others have made of them
 
     def gather(self, gathers: Sequence[UpdateGather]) -> None:
         """Gather these from now on: those before were of memory that parameters have no more."""
@@ -65,14 +68,43 @@ class UpdateGathers:
         module = self._module()
         self._waiting = [] if module is None else _who_waits(module, self._gathers)
 
+    # ---- in a job that outlives its ranks
+
+    def outlive(self) -> None:
+        """Ranks may be lost without the training: an update is not broken off by that, and whoever uses a parameter
+        next is told. What is lacking then is gathered in the next generation."""
+        self._outlives = True
+
+    def move(self, group: Group) -> bool:
+        """Go on over another group: drop what is under way. Returns whether parameters may lack what ranks have made of
+        them. On a device that is not known: a gather that is queued counts as done, and may have been broken off."""
+        with self._lock:
+            lacks = self._lost is not None or any(gather.state is not GatherState.DONE for gather in self._gathers)
+            for gather in self._gathers:
+                gather.forget()
+            self._unhook()
+            self._group, self._lost = group, None
+        return lacks or self._device.type == "cuda"
+
     # ---- after an update
 
     def follow_update(self) -> None:
         """This rank's blocks have been updated: have those of all ranks in the parameters, at once or as soon as they
         are used. All ranks call it."""
+        try:
+            self._follow_update()
+        except PacelineError as error:
+            if not self._outlives:
+                raise
+            with self._lock:
+                self._lost = error
+                for gather in self._gathers:
+                    gather.lose(error, self._wait_for)
+
+    def _follow_update(self) -> None:
         module = self._module()
         if module is None or not self._can_wait():
-            self._gather_now()
+            self.gather_now()
             return
         for gather in self._gathers:
             if self._group.transport.traits(self._device).stream_ordered:
@@ -100,8 +132,8 @@ class UpdateGathers:
     def _captures(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _gather_now(self) -> None:
-        """Two at a time: they take memory."""
+    def gather_now(self) -> None:
+        """Have the blocks of all ranks in the parameters. All ranks call it. Two at a time: they take memory."""
         for gather, following in zip_longest(self._gathers, self._gathers[1:]):
             if gather.state is GatherState.DONE:
                 gather.start(self._group)
@@ -129,6 +161,8 @@ class UpdateGathers:
 
     def before_forward(self) -> None:
         """The replica is about to run. A CUDA graph that is captured will run again without us."""
+        if self._lost is not None:
+            raise copy.copy(self._lost)
         self._replayed = self._replayed or self._captures()
 
     def _wait_for(self, *gathers: UpdateGather) -> None:

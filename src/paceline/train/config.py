@@ -186,11 +186,6 @@ class TrainConfig:
             raise ConfigError(f"shard={self.shard} does not divide {ranks} ranks; expected 0 or one of {possible}")
         if self.min_ranks > ranks:
             raise ConfigError(f"min_ranks={self.min_ranks}: expected at most the {ranks} ranks of this run")
-        if self.min_ranks and self.placement != "ddp":
-            raise ConfigError(
-                f"min_ranks={self.min_ranks} and placement={self.placement!r}: what one rank alone holds would be gone "
-                f"with it; expected placement='ddp', or min_ranks=0"
-            )
         if self.lanes and ranks > self.lanes:
             raise ConfigError(
                 f"{ranks} ranks and lanes={self.lanes}: expected at least one lane per rank; use more --lanes or fewer "

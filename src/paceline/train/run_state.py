@@ -76,6 +76,8 @@ def resume(run: Run) -> int | None:
     config = run.config
     # --resume is for the first attempt; a restart goes on from what this run has saved.
     asked = "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else config.resume
+    if _any_rank_has_saved(run):  # and all have lost what they had in memory
+        asked = "auto"
     if asked == "never":
         return None
     wanted = "compared" if asked == "auto" else _checkpoints_in(Path(asked))
@@ -97,6 +99,12 @@ def resume(run: Run) -> int | None:
     jump = jump_at(found.step, run.optimizer, config) if found.step < config.steps else None
     report("resumed", step=found.step, redone=run.redone, skipped=skipped, jump=jump)
     return found.step
+
+
+def _any_rank_has_saved(run: Run) -> bool:
+    own = -1 if run.saved_at in (None, run.resumed_from) else run.saved_at
+    saved = torch.tensor(own, device="cpu")
+    return int(paceline.all_reduce(saved, "max") if run.world.size > 1 else saved) >= 0
 
 
 def _checkpoints_in(path: Path) -> Path:
