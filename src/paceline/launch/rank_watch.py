@@ -81,6 +81,10 @@ class RankWatch:
             self._note(f"rank {rank} makes no progress {how}{where}; {waiting}")
         return None
 
+    def step_s(self) -> float:
+        """How long a step usually takes; 0 while that is not known."""
+        return self._watchdog.step_s()
+
     def tick(self, ranks: Collection[int], judged: Judged) -> None:
         """Look at what ranks do just now, to find one that is slow."""
         if said := self._stragglers.look(judged({rank: self._board.read(rank) for rank in ranks}) or {}):
