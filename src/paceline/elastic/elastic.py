@@ -70,13 +70,14 @@ class Elastic:
         scheduler: Any = None,
         loader: Any = None,
         checkpoints: Checkpointer | None = None,
-        begin: Callable[[], int | None] | None = None,
+        begin: Callable[[bool], int | None] | None = None,
         backend: str | None = None,
         **more: Any,
     ) -> None:
-        """`begin` is called by all ranks together when none of them has a state, at the start and after all were torn:
-        it loads one and returns its step, or None. Left out, that is the newest of `checkpoints`. `backend` is that of
-        the process group of each generation; None: gloo, and NCCL for tensors on a CUDA device."""
+        """`begin` is called by all ranks together when none of them has a state: with True when nobody has trained yet,
+        with False after all were lost or torn. It loads a state and returns its step, or None. Left out, that is the
+        newest of `checkpoints`. `backend` is that of the process group of each generation; None: gloo, and NCCL for
+        tensors on a CUDA device."""
         things = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, **more}
         self._declared = Declared({**things, "checkpoints": checkpoints})
         self._transaction = Transaction()
@@ -252,7 +253,7 @@ class Commit:
             self._signals.end()
 
 
-def _load_newest(checkpoints: Checkpointer, declared: Declared) -> int | None:
+def _load_newest(checkpoints: Checkpointer, declared: Declared, _: bool) -> int | None:
     """The step of the newest checkpoint, which was loaded; None if there is none."""
     try:
         return checkpoints.load("compared", **declared.stateful).step

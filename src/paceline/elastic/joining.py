@@ -30,7 +30,7 @@ class Joining:
         declared: Declared,
         transaction: Transaction,
         before: BeforeAttempt,
-        begin: Callable[[], int | None] | None,
+        begin: Callable[[bool], int | None] | None,
         generations: Generations | None,
     ) -> None:
         self._declared = declared
@@ -44,7 +44,7 @@ class Joining:
         if self._generations is not None:
             self._check()
             return self.join()
-        if not self._take_newest():
+        if not self._take_newest(fresh=True):
             self._transaction.take(0)
         return None
 
@@ -98,7 +98,7 @@ class Joining:
         sources = [generation.rank_of(member) for member in generation.sources]
         has_it = group.rank in sources if fresh else mark.whole and mark.step == generation.step
         behind = compare_declared(group, self._declared, behind=not has_it)
-        if (fresh or not sources) and self._take_newest():
+        if (fresh or not sources) and self._take_newest(fresh=fresh):
             return
         if not sources:
             raise WorldNotFormed(
@@ -111,12 +111,12 @@ class Joining:
             heal(group, self._declared, sources[0], behind=not has_it)
         self._go_on(generation.step)
 
-    def _take_newest(self) -> bool:
-        """Go on from what was stored, if anything was. All ranks call it."""
+    def _take_newest(self, *, fresh: bool) -> bool:
+        """Go on from what was stored, if anything was. All ranks call it. `fresh`: nobody has trained yet."""
         if self._begin is None:
             return False
         self._transaction.tear()
-        step = self._begin()
+        step = self._begin(fresh)
         if step is None:
             return False
         self._go_on(step)
