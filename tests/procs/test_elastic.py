@@ -37,6 +37,10 @@ class Fault:
         if self.kind == "compute wrong":
             net.last.weight.register_hook(lambda grad: grad * 1.0001)
             return
+        if self.kind == "flip":
+            with torch.no_grad():
+                net.last.bias.view(torch.int32)[1] ^= 1 << 20
+            return
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         kinds = {"break": paceline.errors.PeerLost, "fail": ValueError, "damage": paceline.errors.MessageDamaged}
@@ -82,6 +86,7 @@ class Script:
     goes_on: bool = False  # after an error of its own
     device: str = "cpu"
     audits: bool = False
+    compares: bool = False  # ranks compare their states in every step
 
 
 def train(member: int, script: Script) -> dict[str, Any]:
@@ -101,6 +106,8 @@ def train(member: int, script: Script) -> dict[str, Any]:
         await_file(Path(script.folder, "at 3"))
     net = Seen().to(world.device)
     agreement = paceline.Agreement(audit_every=1) if script.audits else None
+    if script.compares:
+        agreement = paceline.Agreement(state_every=1)
     model = paceline.DistributedDataParallel(
         net, lanes=script.lanes, seed=5, transport=script.transport, agreement=agreement
     )
@@ -265,6 +272,34 @@ def test_of_two_ranks_that_differ_it_is_not_known_who_is_wrong(procs: Pool, tmp_
     job = run_elastic(procs, tmp_path, train, script, terms=ElasticTerms(minimum=1, maximum=2), processes=2)
     assert "a rank raised WrongGradients" in job.gave_up
     assert "it takes a third rank to say which" in job.gave_up
+
+
+def test_a_rank_whose_state_has_drifted_is_replaced(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    """The others, who are the majority, make the step again without it."""
+    script = Script((Fault(1, 2, "between", "flip"),), compares=True)
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
+    errors = [outcome.error for outcome in job.outcomes]
+    assert isinstance(errors[1], paceline.errors.ReplicaDrift)
+    assert (errors[1].ranks, errors[1].known) == ((1,), True)
+    assert [loss.member for loss in job.losses] == [1]
+    assert job.losses[0].cause.startswith("raised ReplicaDrift: replicas have drifted apart")
+    assert {value["digest"] for value in job.values} == {quiet}
+    assert {tuple(value["steps"]) for value in job.values} == {(0, 1, 2, 2, 3, 4, 5)}
+
+
+@pytest.mark.parametrize("found", ["in the next step", "by a save"])
+def test_two_ranks_that_have_drifted_go_back_to_what_was_saved_before(
+    procs: Pool, tmp_path: Path, quiet: str, found: str
+) -> None:
+    in_step = found == "in the next step"
+    where = "between" if in_step else "after the commit"
+    script = Script((Fault(1, 3, where, "flip"),), folder=str(tmp_path), compares=in_step)
+    job = run_elastic(procs, tmp_path, train, script, terms=ElasticTerms(minimum=2, maximum=2), processes=2)
+    check(job, quiet, lost=0)
+    assert [formed.generation.sources for formed in job.formed] == [(0,), ()]
+    assert [ready.whole for ready in job.ready[2:]] == [False, False]
+    steps = (0, 1, 2, 3, 3, 4, 5) if in_step else (0, 1, 2, 2, 3, 4, 5)
+    assert {tuple(value["steps"]) for value in job.values} == {steps}
 
 
 def test_a_rank_is_killed_while_others_wait_for_it_in_the_loader(procs: Pool, tmp_path: Path, quiet: str) -> None:

@@ -161,8 +161,10 @@ class Elastic:
         if found is not Answer.RAISE:
             step, mark = self.step, self._transaction.mark
             self._drop(discards=True)
-            logger.warning("%s", describe_loss(error, step, mark))
-            self._join(f"raised {in_one_line(error)}" if found is Answer.TRY_AGAIN else "")
+            logger.warning("%s", describe_loss(error, step, mark, found))
+            if found is Answer.GO_BACK:
+                self._transaction.tear()
+            self._join("" if found is Answer.GO_ON else f"raised {in_one_line(error)}")
             return True
         self._drop(discards=True)
         if isinstance(error, Exception):
