@@ -19,13 +19,14 @@ from paceline.elastic.deferred_signals import DeferredSignals
 from paceline.elastic.generations import Generations, in_one_line
 from paceline.elastic.joining import Joining
 from paceline.elastic.losses import Answer, answer, describe_loss
-from paceline.elastic.regroup import ask_regroup, asked_regroup
+from paceline.elastic.step_votes import PreemptionVotes, ask_all, was_asked
 from paceline.elastic.transaction import StepMark, Transaction
 from paceline.elastic.undeclared import UndeclaredReplicas, UpdateWatch
 from paceline.errors import PeerLost, WorldNotFormed
 from paceline.member import Member
 from paceline.member_messages import MemberFinished
 from paceline.progress import Phase, own_progress
+from paceline.reducer.report import Vote
 from paceline.replica.membership import discard
 
 logger = logging.getLogger("paceline")
@@ -89,7 +90,10 @@ class Elastic:
             begin = partial(_load_newest, checkpoints, self._declared)
         member = Member.own()
         self._generations = None if member is None else Generations(member, backend, self._declared.device)
-        self._joining = Joining(self._declared, self._transaction, self._before, begin, self._generations)
+        self._preemption = None if member is None else PreemptionVotes(self._declared)
+        self._joining = Joining(
+            self._declared, self._transaction, self._before, begin, self._generations, self._preemption
+        )
         self._group = self._joining.begin()
         self._updates = UpdateWatch(self._transaction, self._declared.optimizers)
 
@@ -144,7 +148,9 @@ class Elastic:
         self._before.keep()
         self._strangers.note()
         if self._generations is not None and self._generations.wants_regroup:
-            ask_regroup(self._declared.replicas)
+            ask_all(self._declared.replicas, Vote.REGROUP)
+        if self._preemption is not None:
+            self._preemption.ask()
 
     def _end_attempt(self, error: BaseException | None) -> bool:
         """The attempt was left, by `error` or without one. Returns whether the error is dealt with."""
@@ -211,7 +217,9 @@ class Elastic:
         own_progress().note(Phase.BETWEEN, self.step)
         if (generations := self._generations) is not None:
             alone = self._group is not None and self._group.size == 1
-            self._regroups = generations.wants_regroup if alone else asked_regroup(self._declared.replicas)
+            self._regroups = generations.wants_regroup if alone else was_asked(self._declared.replicas, Vote.REGROUP)
+            if self._preemption is not None and self._group is not None:
+                self._preemption.read(self._group)
 
 
 class StepAttempt:

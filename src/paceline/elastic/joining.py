@@ -11,6 +11,7 @@ from paceline.elastic.declared import Declared
 from paceline.elastic.generations import Generations
 from paceline.elastic.healing import compare_declared, heal
 from paceline.elastic.losses import LOSSES
+from paceline.elastic.step_votes import PreemptionVotes
 from paceline.elastic.transaction import Transaction
 from paceline.errors import WorldNotFormed
 from paceline.member_messages import Generation
@@ -32,12 +33,14 @@ class Joining:
         before: BeforeAttempt,
         begin: Callable[[bool], int | None] | None,
         generations: Generations | None,
+        preemption: PreemptionVotes | None,
     ) -> None:
         self._declared = declared
         self._transaction = transaction
         self._before = before
         self._begin = begin
         self._generations = generations
+        self._preemption = preemption
 
     def begin(self) -> Group | None:
         """Before the first step: the first generation, or the newest checkpoint of a world that stays as it is."""
@@ -98,6 +101,8 @@ class Joining:
         sources = [generation.rank_of(member) for member in generation.sources]
         has_it = group.rank in sources if fresh else mark.whole and mark.step == generation.step
         behind = compare_declared(group, self._declared, behind=not has_it)
+        if self._preemption is not None:
+            self._preemption.meet(group)
         if (fresh or not sources) and self._take_newest(fresh=fresh):
             return
         if not sources:
