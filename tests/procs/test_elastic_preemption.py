@@ -1,4 +1,4 @@
-"""Ranks of an elastic job that are told to stop save in one step and leave, whoever was lost or has joined meanwhile."""
+"""Ranks of an elastic job that are told to stop save in one step and leave, whoever was lost or has joined by then."""
 
 import logging
 import os

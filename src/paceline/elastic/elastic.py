@@ -21,7 +21,7 @@ from paceline.elastic.joining import Joining
 from paceline.elastic.losses import Answer, answer, describe_loss
 from paceline.elastic.step_votes import PreemptionVotes, ask_all, was_asked
 from paceline.elastic.transaction import StepMark, Transaction
-from paceline.elastic.undeclared import UndeclaredReplicas, UpdateWatch
+from paceline.elastic.undeclared import UndeclaredReplicas, UndeclaredUses, UpdateWatch
 from paceline.errors import PeerLost, WorldNotFormed
 from paceline.member import Member
 from paceline.member_messages import MemberFinished
@@ -84,6 +84,7 @@ class Elastic:
         self._transaction = Transaction()
         self._before = BeforeAttempt(self._declared.modules, self._declared.device)
         self._strangers = UndeclaredReplicas(self._declared.replicas)
+        self._uses = UndeclaredUses(self._declared.things.values())
         self._regroups = False  # members wait to join: this generation ends with the attempt
         self._apart = False  # an error of the script has ended this rank's part in its generation
         if begin is None and checkpoints is not None:
@@ -95,7 +96,7 @@ class Elastic:
             self._declared, self._transaction, self._before, begin, self._generations, self._preemption
         )
         self._group = self._joining.begin()
-        self._updates = UpdateWatch(self._transaction, self._declared.optimizers)
+        self._updates = UpdateWatch(self._transaction, self._declared.things.values())
 
     @property
     def step(self) -> int:
@@ -137,6 +138,7 @@ class Elastic:
             self._generations.member.send(MemberFinished(self._generations.number, self.step))
             self._generations.close()
         self._updates.close()
+        self._declared.begin_step(None)
 
     # ---- an attempt
 
@@ -151,9 +153,12 @@ class Elastic:
             ask_all(self._declared.replicas, Vote.REGROUP)
         if self._preemption is not None:
             self._preemption.ask()
+        self._declared.begin_step(self.step + 1)
+        self._uses.begin()
 
     def _end_attempt(self, error: BaseException | None) -> bool:
         """The attempt was left, by `error` or without one. Returns whether the error is dealt with."""
+        self._uses.end()
         generations = self._generations
         if error is None:
             self._transaction.end_attempt()
