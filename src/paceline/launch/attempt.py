@@ -290,16 +290,9 @@ class Attempt:
             self._kill_at = now
         else:
             self._signal = self._signal or number
-            self._say_if_short(number)
+            if number != signal.SIGINT and (said := self._watch.shortfall(self._job.shutdown_timeout_s)):
+                self.listener.note(said)
             self.stop(now, number)
-
-    def _say_if_short(self, number: int) -> None:
-        step_s, grace_s = self._watch.step_s(), self._job.shutdown_timeout_s
-        if number != signal.SIGINT and step_s > grace_s:
-            self.listener.note(
-                f"a step takes {step_s:.0f} s, and ranks have {grace_s:.0f} s to end theirs, save and leave: they may "
-                f"be killed before they have saved; --shutdown-timeout gives them more time"
-            )
 
     def _look_for_hangs(self, now: float) -> None:
         if self._job.hang_timeout_s == 0:

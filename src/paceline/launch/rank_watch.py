@@ -81,9 +81,9 @@ class RankWatch:
             self._note(f"rank {rank} makes no progress {how}{where}; {waiting}")
         return None
 
-    def step_s(self) -> float:
-        """How long a step usually takes; 0 while that is not known."""
-        return self._watchdog.step_s()
+    def shortfall(self, grace_s: float) -> str:
+        """What is to be said when ranks have `grace_s` to save and leave."""
+        return self._watchdog.shortfall(grace_s)
 
     def tick(self, ranks: Collection[int], judged: Judged) -> None:
         """Look at what ranks do just now, to find one that is slow."""
