@@ -232,3 +232,11 @@ def test_a_signal_that_ends_nothing_goes_to_those_alone_that_are_in_a_generation
     assert job.losses == []
     assert "ended by SIGUSR1" in job.lines[-1]
     assert descendants_named(tmp_path) == []
+
+
+def test_a_rank_that_is_told_by_others_than_the_launcher_has_all_leave(run: Run) -> None:
+    """They were not lost, and are not restarted."""
+    done = run([[1, 20, "SIGTERM"]], "--ranks", "1:2", "--max-restarts", "2", stops=True, end=10**9)
+    assert done.code == 143
+    assert done.said[1:] == [line for line in done.said if line.startswith("ended by SIGTERM; logs: ")]
+    assert re.findall(r"saved at step (\d+)", done.out)[0] in ("20", "21")

@@ -58,7 +58,7 @@ class Attempt:
         self._kill_at: float | None = None
         self._kill_one_at: dict[RankSlot, float] = {}
         self._signal = 0
-        self._passed_on = 0  # the last signal that ended nothing, and that a rank may have left because of
+        self._passed_on = 0  # the last signal that ended nothing
 
     def run(self) -> JobOutcome:
         """Start what the policy starts and stay until the last one has exited; nothing of them is left then."""
@@ -266,7 +266,7 @@ class Attempt:
         raised_at = slot.err.traceback_at
         # A rank that was already failing when it was asked to exit has failed by itself.
         by_itself = raised_at is not None and not killed and (stopping is None or raised_at < stopping)
-        leaves = bool(self._passed_on) and event.code == STOPPED_EXIT
+        leaves = event.code == STOPPED_EXIT  # its scheduler may have told it, and not this launcher
         slot.end = end = End(
             rank=slot.rank,
             at=raised_at if by_itself and raised_at is not None else now,
@@ -318,5 +318,5 @@ class Attempt:
         # Ranks that obeyed a signal have not failed, but the job may not have done its work.
         counted = self._policy.count(ends)
         if not name and any(end.asked and end.exit_code == STOPPED_EXIT for end in counted):
-            name = signal.Signals(self._passed_on).name
+            name = signal.Signals(self._passed_on or signal.SIGTERM).name
         return JobOutcome(next((end.exit_code for end in counted if end.exit_code), 0), signal=name)
