@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
+from paceline.bench.results import Circumstances, dump_json
 from paceline.checkpoint import Checkpointer
 
 MIB = 1 << 20
@@ -113,8 +114,22 @@ class Run:
         return self.file.stat().st_size
 
 
-def measure(settings: Settings, folder: Path) -> list[str]:
-    """The rows of the report."""
+@dataclass(frozen=True)
+class Found:
+    """What was measured on rank 0."""
+
+    ranks: int
+    mib: float
+    load_average: float
+    load_s: list[float]
+    torch_load_s: list[float]
+    save_blocks_s: list[float]
+    copy_s: list[float]
+    peak_above_mib: float  # private memory, on the rank where it was highest
+
+
+def measure(settings: Settings, folder: Path) -> Found:
+    """Load, save and copy in turns. All ranks call it."""
     run = Run(settings, folder)
     size = run.save_for_torch()
     run.save(1)
@@ -133,14 +148,29 @@ def measure(settings: Settings, folder: Path) -> list[str]:
         copied.append(seconds(copy_out))
     copies.clear()
     above = torch.tensor([peak_above(run.load)])
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    ratio = median(one / other for one, other in zip(ours, theirs, strict=True))
-    what, busy = f"{settings.placement} on {world} ranks", os.getloadavg()[0]
+    return Found(
+        ranks=dist.get_world_size() if dist.is_initialized() else 1,
+        mib=size / MIB,
+        load_average=os.getloadavg()[0],
+        load_s=ours,
+        torch_load_s=theirs,
+        save_blocks_s=blocked,
+        copy_s=copied,
+        peak_above_mib=float(paceline.all_reduce(above, "max")),
+    )
+
+
+def rows(settings: Settings, found: Found) -> list[str]:
+    """The report."""
+    ratio = median(one / other for one, other in zip(found.load_s, found.torch_load_s, strict=True))
+    what, rounds = f"{settings.placement} on {found.ranks} ranks", settings.rounds
+    load, torch_load = median(found.load_s) * 1e3, median(found.torch_load_s) * 1e3
+    blocks, copies = median(found.save_blocks_s) * 1e3, median(found.copy_s) * 1e3
     return [
-        f"{what}, {size / MIB:.0f} MiB, {settings.rounds} rounds, load average {busy:.1f}",
-        f"load {median(ours) * 1e3:.0f} ms, torch.load {median(theirs) * 1e3:.0f} ms: {ratio:.2f} ×",
-        f"peak private memory above what a rank holds: {float(paceline.all_reduce(above, 'max')):.0f} MiB",
-        f"a save blocks {median(blocked) * 1e3:.1f} ms; a copy of all a rank holds {median(copied) * 1e3:.1f} ms",
+        f"{what}, {found.mib:.0f} MiB, {rounds} rounds, load average {found.load_average:.1f}",
+        f"load {load:.0f} ms, torch.load {torch_load:.0f} ms: {ratio:.2f} ×",
+        f"peak private memory above what a rank holds: {found.peak_above_mib:.0f} MiB",
+        f"a save blocks {blocks:.1f} ms; a copy of all a rank holds {copies:.1f} ms",
     ]
 
 
@@ -157,19 +187,25 @@ def main() -> None:
     parser.add_argument("--placement", default="ddp")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True)
-    arguments = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="write all samples here")
+    arguments = vars(parser.parse_args())
+    file = arguments.pop("json")
+    settings = Settings(**arguments)
     world = paceline.init()
     folder = [tempfile.mkdtemp(dir=".")] if world.rank == 0 else [""]
     if world.size > 1:
         dist.broadcast_object_list(folder)
     try:
-        rows = measure(Settings(**vars(arguments)), Path(folder[0]))
+        found = measure(settings, Path(folder[0]))
     finally:
         paceline.barrier()
         if world.rank == 0:
             shutil.rmtree(folder[0])
     if world.rank == 0:
-        sys.stdout.write("\n".join(rows) + "\n")
+        sys.stdout.write("\n".join(rows(settings, found)) + "\n")
+        if file:
+            about = {"circumstances": asdict(Circumstances.now()), "settings": asdict(settings)}
+            file.write_text(dump_json({**about, **asdict(found)}))
     paceline.shutdown()
 
 

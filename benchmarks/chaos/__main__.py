@@ -1,7 +1,6 @@
 """The matrix of faults against jobs of paceline and of torchrun: `./scripts/chaos`."""
 
 import argparse
-import json
 import platform
 import shutil
 import subprocess
@@ -14,6 +13,8 @@ from typing import Any
 
 from cases import CASES, Case
 from conduct import ROOT, Seen, run
+
+from paceline.bench.results import dump_json
 
 WAYS = ("elastic", "restart", "torch")
 
@@ -109,7 +110,7 @@ def main() -> None:
     sys.stdout.write(f"\n{text}\n")
     if given.out is not None:
         about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": platform.platform()}
-        given.out.with_suffix(".json").write_text(json.dumps({**about, "rows": results}, indent=1) + "\n")
+        given.out.with_suffix(".json").write_text(dump_json({**about, "rows": results}))
         given.out.with_suffix(".md").write_text(text + "\n")
     ours = [row[name] for row in results.values() for name in ("tests", "elastic", "restart") if name in row]
     raise SystemExit(not all(one.get("passed", one.get("holds")) for one in ours))

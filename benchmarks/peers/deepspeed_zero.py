@@ -5,18 +5,24 @@ from contextlib import contextmanager
 from typing import Any
 
 from paceline.bench.contenders import Contender
-from paceline.bench.contenders.trainee import BuildContext, Trainee, all_reduce_bytes, detached
+from paceline.bench.contenders.trainee import (
+    BuildContext,
+    Trainee,
+    all_reduce_bytes,
+    detached,
+    fully_sharded_bytes,
+)
 from paceline.bench.gpt import build_model, build_optimizer
 
 
 def build(context: BuildContext) -> Trainee:
     import deepspeed
 
-    spec = context.spec
+    spec, stage = context.spec, int(context.name[-1])
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": spec.micro_batch,
         "gradient_accumulation_steps": spec.accumulate,
-        "zero_optimization": {"stage": 1 if context.name == "deepspeed1" else 2, **context.arguments},
+        "zero_optimization": {"stage": stage, **context.arguments},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -24,6 +30,8 @@ def build(context: BuildContext) -> Trainee:
         config["bf16"] = {"enabled": True}
     deepspeed.init_distributed("nccl" if context.device.type == "cuda" else "gloo")
     model = build_model(spec, context.device)
+    # Before stage 3 takes the parameters apart.
+    whole, gathers = all_reduce_bytes(model, context.size), fully_sharded_bytes(model, context)
     engine: Any
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -32,8 +40,10 @@ def build(context: BuildContext) -> Trainee:
         config=config,
     )
 
-    # Gradients are reduced to their owners, by stage 2 after every microbatch; updated parameters are gathered once.
-    reductions = spec.accumulate if context.name == "deepspeed2" else 1
+    # Gradients are reduced to their owners, from stage 2 on after every microbatch. Updated parameters are gathered
+    # once, by stage 3 in every forward and backward.
+    reductions = spec.accumulate if stage > 1 else 1
+    sent = gathers if stage == 3 else (reductions + 1) * whole // 2
 
     @contextmanager
     def no_sync() -> Iterator[None]:
@@ -43,8 +53,8 @@ def build(context: BuildContext) -> Trainee:
     return Trainee(
         engine,
         engine.step,
-        detached(model.parameters),
-        (reductions + 1) * all_reduce_bytes(model, context.size) // 2,
+        list if stage == 3 else detached(model.parameters),
+        sent,
         backward=engine.backward,
         no_sync=no_sync,
         divides_loss=True,
@@ -53,3 +63,4 @@ def build(context: BuildContext) -> Trainee:
 
 deepspeed1 = Contender("DeepSpeed ZeRO stage 1", build, needs=("deepspeed",))
 deepspeed2 = Contender("DeepSpeed ZeRO stage 2", build, needs=("deepspeed",))
+deepspeed3 = Contender("DeepSpeed ZeRO stage 3", build, needs=("deepspeed",))

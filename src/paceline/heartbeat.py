@@ -5,6 +5,7 @@ sent when the rank has noted nothing for a while, so a launcher can say where, a
 """
 
 import _thread
+import atexit
 import os
 import struct
 import sys
@@ -23,24 +24,38 @@ FRAMES = 12
 
 
 def begin_heartbeat(memory: memoryview | None) -> None:
-    """Start the thread, for a rank that has a launcher. It needs some microseconds twice a second."""
-    if memory is not None and REPORT_NAME in os.environ:
-        _thread.start_new_thread(_beat, (memory, threading.main_thread().ident))
+    """Start the thread, for a rank that has a launcher, if it does not run yet. It needs some microseconds twice a
+    second."""
+    if memory is not None and REPORT_NAME in os.environ and not BEAT.unpack_from(memory, BEAT_AT)[0]:
+        BEAT.pack_into(memory, BEAT_AT, time.monotonic_ns())
+        ending = threading.Event()
+        atexit.register(_end, memory, ending)
+        _thread.start_new_thread(_beat, (memory, threading.main_thread().ident, ending))
 
 
-def _beat(memory: memoryview, main: int | None) -> None:
-    noted, since, said = (0, 0, 0), 0.0, ""
-    while True:
+def _end(memory: memoryview, ending: threading.Event) -> None:
+    """Threads run no more while Python ends, which is no silence to wonder about."""
+    ending.set()
+    BEAT.pack_into(memory, BEAT_AT, 0)
+
+
+def _beat(memory: memoryview, main: int | None, ending: threading.Event) -> None:
+    noted, since = (-1, 0, 0), 0.0
+    seen: list[str] = []
+    said: list[str] = []
+    while not ending.is_set():
         now = time.monotonic()
         BEAT.pack_into(memory, BEAT_AT, time.monotonic_ns())
         newest = NOTE.unpack_from(memory)
         if newest != noted:
-            noted, since, said = newest, now, ""
+            noted, since, said = newest, now, []
         elif now - since >= RESTS_S and noted[2] not in (Phase.IDLE, Phase.DONE, Phase.WAITING):
-            stack = _stack(sys._current_frames().get(main or 0))
-            if "".join(stack) != said:
-                said = "".join(stack)
-                report("rests", stack=stack)
+            before, seen = seen, _stack(sys._current_frames().get(main or 0))
+            # A script that notes nothing is in another line at every beat: it rests where it is found twice.
+            rests = seen if noted[2] != Phase.STARTING or seen == before else []
+            if rests != said:
+                said = rests
+                report("rests", stack=rests)
         time.sleep(EVERY_S)
 
 

@@ -1,4 +1,4 @@
-"""A rank among three NCCL ranks is killed: the others are back in the same processes, and end with the same bits."""
+"""A rank among NCCL ranks is killed: the others are back in the same processes, and end with the same bits."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.launch.job import ElasticTerms
 from tests.elastic_job import run_elastic
 from tests.pool import Pool
-from tests.procs.test_elastic import THREE, Fault, Script, train
+from tests.procs.test_elastic import Fault, Script, train
 
 
 def on_nccl(member: int, script: Script) -> dict[str, Any]:
@@ -30,13 +31,16 @@ def on_nccl(member: int, script: Script) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("where", ["forward", "backward", "in the update"])
-def test_survivors_of_a_killed_rank_go_on_with_nccl(procs: Pool, tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "where"), [(3, "forward"), (3, "backward"), (3, "in the update"), (4, "forward"), (4, "backward")]
+)
+def test_survivors_of_a_killed_rank_go_on_with_nccl(procs: Pool, tmp_path: Path, ranks: int, where: str) -> None:
     digests = []
     for name, faults in (("quiet", ()), ("struck", (Fault(1, 2, where),))):
         (tmp_path / name).mkdir()
         script = Script(faults, device="cuda")
-        job = run_elastic(procs, tmp_path / name, on_nccl, script, terms=THREE, processes=3)
+        terms = ElasticTerms(minimum=1, maximum=ranks)
+        job = run_elastic(procs, tmp_path / name, on_nccl, script, terms=terms, processes=ranks)
         job.check()
         digests.append({value["digest"] for value in job.values})
         assert len(job.losses) == len(faults)

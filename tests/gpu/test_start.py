@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -10,10 +11,10 @@ from paceline.start import init, shutdown
 from paceline.world import World
 
 
-def start_and_reduce(rank: int, size: int) -> None:
+def start_and_reduce(rank: int, size: int, asked: str | None) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    world = init()
+    world = init(device=asked)
     try:
         assert world.device == torch.device("cuda", torch.cuda.current_device())
         for device in (torch.device("cpu"), world.device):
@@ -24,8 +25,9 @@ def start_and_reduce(rank: int, size: int) -> None:
         shutdown()
 
 
-def test_the_device_is_chosen_and_both_kinds_of_tensor_are_reduced(procs: Any) -> None:
-    procs(1).run(start_and_reduce, group=False)
+@pytest.mark.parametrize("asked", [None, "cuda", "cuda:0"])
+def test_the_device_is_chosen_and_both_kinds_of_tensor_are_reduced(procs: Any, asked: str | None) -> None:
+    procs(1).run(start_and_reduce, asked, group=False)
 
 
 def device_of_rank_3(rank: int, size: int) -> tuple[int, str]:

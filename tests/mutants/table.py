@@ -41,6 +41,13 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
+        "a bucket is launched before one that comes first and is full too",
+        "reducer/buckets.py",
+        "            bucket = buckets[self._next]\n            if not self._has_memory(self._next):",
+        "            bucket = [one for one in buckets if one.state is BucketState.FULL][-1]\n"
+        "            if not self._has_memory(self._next):",
+    ),
+    Mutant(
         "no_sync() reduces",
         "reducer/reducer.py",
         "syncs = (self.sync_on if self.sync_in_join is None else self.sync_in_join) and self.settings.overlap",

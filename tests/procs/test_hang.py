@@ -147,3 +147,41 @@ def test_a_rank_that_others_wait_for_is_named_with_its_line_and_left_alone(tmp_p
     assert told.startswith("paceline run: rank 1 makes no progress for ") and "in forward" in told, told
     line = next(number for number, text in enumerate(RESTS.splitlines(), start=1) if "here" in text)
     assert f"script.py:{line} in rest; rank 0 waits for it" in told or f"script.py:{line - 1} in rest; rank 0" in told
+
+
+PLAIN = """
+import ctypes, os, sys, time
+import torch
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+torch.distributed.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+
+
+def rest():
+    time.sleep(600)  # here
+
+
+for step in range(5):
+    if step == 3 and rank == 1 and attempt == 0:
+        rest()
+    if step == 3 and rank == 0 and attempt == 1:
+        ctypes.PyDLL(None).sleep(600)
+    model(torch.ones(2, 4)).sum().backward()
+torch.distributed.destroy_process_group()
+print("finished")
+"""
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_hang_of_a_script_without_our_class_is_found_where_a_limit_was_given(tmp_path: Path) -> None:
+    # No Python runs while torch is loaded, which takes seconds on a busy machine.
+    flags = ("--hang-timeout", "5", "--max-restarts", "2", "--shutdown-timeout", "2")
+    done = run(tmp_path, PLAIN, *flags)
+    told = [line.removeprefix("paceline run: ") for line in done.stderr.splitlines() if "start again" in line]
+    assert done.returncode == 0 and "[0-1] finished" in done.stdout, done.stderr
+    assert len(told) == 2, done.stderr
+    line = next(number for number, text in enumerate(PLAIN.splitlines(), start=1) if "here" in text)
+    assert told[0].startswith("rank 1 froze: no rank has done anything for "), told
+    assert f"script.py:{line} in rest" in told[0] and "rank 0 in " in told[0], told
+    assert told[1].startswith("rank 0 hangs in native code that keeps the interpreter's lock (GIL): no rank"), told

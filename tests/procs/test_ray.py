@@ -94,6 +94,15 @@ def environment(cluster: Cluster) -> dict[str, str]:
     return {**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(ROOT / "src")}
 
 
+def processes_of_job(raylet: int) -> list[int]:
+    """What a node runs for a job: its agents, which Ray names after their class, and all that these have started."""
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in tree(raylet)}
+    agents = [pid for pid, title in titles.items() if title.startswith("ray::") and "IDLE" not in title]
+    found = {pid for agent in agents for pid in tree(agent)}
+    assert any("ray_training" in titles[pid] for pid in found), titles
+    return sorted(found)
+
+
 def await_death(pids: list[int]) -> None:
     until = time.monotonic() + PATIENCE_S
     while left := [pid for pid in pids if alive(pid)]:
@@ -195,7 +204,8 @@ def test_nodes_die_freeze_and_come(launch: Callable[..., Launcher], cluster: Clu
     at = len(job.text)
     cluster.add()
     job.await_text(r"step \d+ of 2", at)
-    frozen = tree(cluster.nodes.pop(0))
+    raylet = cluster.nodes[0]
+    frozen, of_job = tree(raylet), processes_of_job(raylet)
     at = len(job.text)
     send(signal.SIGSTOP, frozen)
     try:
@@ -220,4 +230,5 @@ def test_nodes_die_freeze_and_come(launch: Callable[..., Launcher], cluster: Clu
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )
     assert f"end {steps} {digest}\n" in quiet.stdout
-    await_death([*killed, *frozen])  # also those that were frozen, when they can run again
+    # Also those of the job that were frozen, when they can run again. Their node lives on if Ray has not missed it yet.
+    await_death([*killed, *of_job])

@@ -18,7 +18,17 @@ from paceline.bench.processes import ContenderFailed
 from paceline.bench.statistics import flat, percentile
 from paceline.process_status import cpu_model
 
-PACKAGES = ("torch", "paceline", "accelerate", "lightning-fabric", "deepspeed", "mpi4py", "mpich", "tensorflow")
+PACKAGES = (
+    "torch",
+    "paceline",
+    "accelerate",
+    "lightning-fabric",
+    "deepspeed",
+    "megatron-core",
+    "mpi4py",
+    "mpich",
+    "tensorflow",
+)
 
 LINE_LENGTH = 120  # of JSON that is not samples
 

@@ -49,13 +49,14 @@ def _command(flags: argparse.Namespace) -> tuple[str, ...]:
         if shutil.which(script) is None:
             raise UsageError(f"the program {script!r} was not found, or cannot be executed")
         return (script, *rest)
+    python = (sys.executable, "-u", "-m", "paceline.rank_script")
     if flags.module:
-        return (sys.executable, "-u", "-m", script, *rest)
+        return (*python, "-m", script, *rest)
     if not Path(script).exists():
         raise UsageError(f"the script {script!r} does not exist (looked in {Path.cwd().name}/)")
     if Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
         raise UsageError(f"{script!r} is a folder without __main__.py: expected a script")
-    return (sys.executable, "-u", script, *rest)
+    return (*python, script, *rest)
 
 
 def _ranks(asked: str | None, gpu_ids: tuple[int, ...] | None, environ: Mapping[str, str]) -> int:

@@ -100,7 +100,7 @@ def _hang_failure(ends: Sequence[End], hang: Hang) -> JobFailure:
     return JobFailure(
         ranks=ranks,
         exit_code=WATCHDOG_EXIT,
-        summary=_said_of(ranks, f"{hang.how}: {hang.reason}, at step {hang.step}"),
+        summary=_said_of(ranks, f"{hang.how}: {hang.reason}" + (f", at step {hang.step}" if hang.step >= 0 else "")),
         details=stack,
     )
 

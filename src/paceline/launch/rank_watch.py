@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from paceline.launch.lines import name_ranks
+from paceline.launch.plain_scripts import PlainScripts
 from paceline.launch.rank_engine import Processes
 from paceline.launch.reports import Mark, ProgressBoard
 from paceline.launch.stragglers import Stragglers
@@ -25,6 +26,7 @@ class RankWatch:
         self._watchdog = Watchdog(ranks, timeout_s)
         self._board = board
         self._note = note
+        self._plain = PlainScripts(timeout_s)
         self._stragglers = Stragglers()
         self._rests: dict[int, tuple[float, list[str]]] = {}  # where ranks rested, and when they said so
         self._bystander_stopped: dict[int, float] = {}  # since when a rank that nobody waits for is stopped
@@ -38,6 +40,7 @@ class RankWatch:
         """Another process is about to be this rank."""
         self._board.clear(rank)
         self._watchdog.forget(rank)
+        self._plain.forget(rank)
         self._rests.pop(rank, None)
 
     def look(self, now: float, processes: Processes, judged: Judged) -> Hang | None:
@@ -70,6 +73,10 @@ class RankWatch:
         statuses = {rank: statuses[rank] for rank in marks}
         beats = {rank: self._board.beat(rank) for rank in marks}
         hang = self._watchdog.look(now, marks, statuses, beats, processes.stopped_children)
+        if hang is None and not any(mark.noted for mark in marks.values()):
+            hang = self._plain.look(now, statuses, beats, {rank: stack for rank, (_, stack) in self._rests.items()})
+            for said in self._plain.silent(now, beats):
+                self._note(said)
         if hang is not None:
             return hang
         for rank, how in self._watchdog.late(now, marks, statuses):

@@ -36,7 +36,8 @@ def init(
 
     Everything is read from the launcher's environment; an argument wins over a variable. With no launcher it is a
     world of one. The device is CUDA device number `local_rank` where there is one (it is made the current device),
-    else the CPU; the backend is gloo for CPU tensors and, on a CUDA device, NCCL for CUDA tensors.
+    else the CPU; `device="cuda"` asks for the same one. The backend is gloo for CPU tensors and, on a CUDA device, NCCL
+    for CUDA tensors.
 
     Raises `WorldNotFormed` with the missing ranks when some do not arrive within `timeout` seconds. Calling it again
     returns the world that is already there.
@@ -47,7 +48,7 @@ def init(
     _check_arguments(backend, timeout)
     if in_elastic_job():
         world = elastic_world(
-            None if device is None else _device(device),
+            _given_device(device),
             backend=backend,
             rank=rank,
             world_size=world_size,
@@ -66,7 +67,7 @@ def init(
         world = World.from_env(
             rank=rank, world_size=world_size, local_rank=local_rank, master_addr=master_addr, master_port=master_port
         )
-    chosen = world.device if device is None else _device(device)
+    chosen = _given_device(device) or world.device
     if not formed:
         # All that can be refused has been: from here on others may wait for this rank.
         _form(world, backend or default_backend(chosen), timeout, chosen)
@@ -136,14 +137,17 @@ def _check_arguments(backend: str | None, timeout: float) -> None:
             raise UsageError(f"backend={backend!r} is not known: expected one of {', '.join(known)}, or device:backend")
 
 
-def _device(device: torch.device | str) -> torch.device:
+def _given_device(device: torch.device | str | None) -> torch.device | None:
+    """The device that a script asks for. None: the one of this rank, which "cuda" without a number asks for too."""
+    if device is None:
+        return None
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"device={device!r} is not a device: expected for instance 'cpu' or 'cuda:0'") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device={device!r} was asked for, but torch sees no CUDA device here; expected 'cpu' or None")
-    return chosen
+    return None if chosen.type == "cuda" and chosen.index is None else chosen
 
 
 def _form(world: World, backend: str, timeout: float, device: torch.device) -> None:
