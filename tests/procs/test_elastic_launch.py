@@ -111,7 +111,7 @@ def test_a_stopped_rank_is_ended_and_not_those_who_wait_for_it(run: Run) -> None
     done = run([[1, 20, "SIGSTOP"]], "--ranks", "1:2", "--hang-timeout", "1")
     assert done.code == 0, done.said
     assert done.has(
-        r"rank 1 froze: stopped for 1 s \(process state T\), in .*elastic_member.py:\d+ in fail \(at step 20\)"
+        r"rank 1 froze: stopped for 1 s \(process state T\), in .*elastic_member.py:\d+ in \w+ \(at step 20\)"
     )
     assert [generation[0] for generation in done.generations(0)] == [0, 1, 2]
 
@@ -218,7 +218,8 @@ def test_a_job_below_its_minimum_saves_and_leaves_when_it_is_asked_to_end(tmp_pa
     job = Running(tmp_path, [[1, 20, "SIGKILL"]], "--ranks", "3:3", stops=True, late=True, end=10**9)
     job.until("2 ranks are left of at least 3: waiting for 1 to start")
     assert job.end(signal.SIGTERM) < 15  # of the 30 s that they have
-    assert job.saved == {0: 21, 2: 21}
+    # They may make a step before the signal comes: they meet as soon as it was sent.
+    assert job.saved.keys() == {0, 2} and set(job.saved.values()) in ({21}, {22})
     assert job.losses == ["paceline run: rank 1 was killed by SIGKILL (at step 20)"]
     assert descendants_named(tmp_path) == []
 

@@ -105,7 +105,13 @@ def test_of_a_script_that_is_no_member_those_get_it_that_train() -> None:
     assert slots.passed_on == [(USR1, [1])]
 
 
-STACK = ("Fatal Python error: Aborted", "", "Current thread 0x00007f (most recent call first):")
+# Another thread than the main one has received the signal.
+STACK = (
+    "Fatal Python error: Aborted",
+    "",
+    "Current thread 0x00007f (most recent call first):",
+    '  File "a.py", line 3',
+)
 REST = ('  File "/usr/lib/python3.11/threading.py", line 320 in wait', '  File "train.py", line 12 in loss')
 
 
@@ -114,7 +120,9 @@ def test_a_rank_that_hangs_is_lost_with_the_line_in_which_it_rests() -> None:
     for slot in (0, 1):
         slots.say(slot, MemberReady(NEVER, 0, whole=False))
     slots.job.hung(Hang((1,), FROZE, "no progress for 20 s in data (limit 20 s), using 0% of a CPU core", 7), 1.0)
-    slots.job.ended(End(1, 2.0, killed_by=ABORT, tail=(*STACK, *REST)), 2.0)
+    slots.job.ended(
+        End(1, 2.0, killed_by=ABORT, tail=(*STACK, "", "Thread 0x00008f (most recent call first):", *REST)), 2.0
+    )
     assert isinstance(slots.listener, Notes)
     (cause,) = slots.listener.causes
     assert cause.endswith("using 0% of a CPU core, in train.py:12 in loss")

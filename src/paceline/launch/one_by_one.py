@@ -22,7 +22,7 @@ from paceline.launch.job import ElasticTerms, JobFailure
 from paceline.launch.policy import BETTER_CAUSE_S, AllOrNothing, Supervisor
 from paceline.launch.reports import Mark
 from paceline.launch.stage import Stage
-from paceline.launch.tracebacks import own_line, thread_stack
+from paceline.launch.tracebacks import main_stack, own_line
 from paceline.launch.watchdog import Hang
 from paceline.member_messages import NEVER, MemberFailed, Refused, from_member, to_line
 from paceline.phase import Phase
@@ -203,7 +203,7 @@ class OneByOne:
 
 def _where(end: End) -> str:
     """In which line of the script a process that was aborted has rested, if Python could say it."""
-    line = own_line(thread_stack(end.tail))
+    line = own_line(main_stack(end.tail))
     return f", in {line}" if line else ""
 
 
