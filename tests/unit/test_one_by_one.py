@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Collection
-from dataclasses import asdict
 
+from paceline.launch.elastic_actions import Loss
 from paceline.launch.failure import End
 from paceline.launch.job import ElasticTerms, Listener
 from paceline.launch.one_by_one import OneByOne
@@ -20,12 +20,14 @@ class Notes(Listener):
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.causes: list[str] = []
+        self.steps: list[int] = []
 
     def note(self, text: str) -> None:
         self.texts.append(text)
 
-    def lost(self, loss: object) -> None:
-        self.causes.append(asdict(loss)["cause"])  # type: ignore[call-overload]
+    def lost(self, loss: Loss) -> None:
+        self.causes.append(loss.cause)
+        self.steps.append(loss.step)
 
 
 class Slots:
@@ -119,10 +121,11 @@ def test_a_rank_that_hangs_is_lost_with_the_line_in_which_it_rests() -> None:
     slots = Slots()
     for slot in (0, 1):
         slots.say(slot, MemberReady(NEVER, 0, whole=False))
-    slots.job.hung(Hang((1,), FROZE, "no progress for 20 s in data (limit 20 s), using 0% of a CPU core", 7), 1.0)
+    slots.job.hung(Hang((1,), FROZE, "no progress for 20 s in data (limit 20 s), using 0% of a CPU core", 6), 1.0)
     slots.job.ended(
         End(1, 2.0, killed_by=ABORT, tail=(*STACK, "", "Thread 0x00008f (most recent call first):", *REST)), 2.0
     )
     assert isinstance(slots.listener, Notes)
     (cause,) = slots.listener.causes
+    assert slots.listener.steps == [6], "and not the one to which it came while it was aborted"
     assert cause.endswith("using 0% of a CPU core, in train.py:12 in loss")

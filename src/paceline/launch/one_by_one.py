@@ -168,7 +168,9 @@ class OneByOne:
             cause = "exited with code 0, and had not come to Elastic.finish()"
         outside = end.killed_by in FROM_OUTSIDE and not end.out_of_memory and hang is None
         obeyed = self._stopping and end.asked and end.killed_by in (0, *ASKS)
-        how = Departure(cause, self._supervisor.step_of(end.rank), outside or follows(end), asked=obeyed)
+        # One that was stopped goes on for a moment when it is aborted, so the step is the one in which it was found.
+        step = self._supervisor.step_of(end.rank) if hang is None else hang.step
+        how = Departure(cause, step, outside or follows(end), asked=obeyed)
         self._do(self._coordinator.exited(member, how, now), now)
         for loss in self._coordinator.losses:
             if loss.member == member:
