@@ -41,6 +41,8 @@ LONGEST = (
     "procs/test_checkpoint_loading.py",
     "procs/test_checkpoint_dcp.py",
     "procs/test_update_gathers.py",
+    "procs/test_placement_hooks.py",
+    "procs/test_compile_units.py",
 )
 
 

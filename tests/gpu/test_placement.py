@@ -93,14 +93,15 @@ def test_a_scaler_skips_a_step_on_all_ranks(nccl: Nccl, placement: str) -> None:
     nccl(scaled, 2, placement)
 
 
-def without_waiting(rank: int, size: int, placement: str) -> None:
+def without_waiting(rank: int, size: int, placement: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = paceline.DistributedDataParallel(Blocks().cuda(), placement=placement)
-    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-2, fused=True)
-    x = torch.randn(8, 40, device="cuda")
+    model = paceline.DistributedDataParallel(Blocks().to("cuda", dtype), placement=placement)
+    master = None if dtype is torch.float32 else "float32"
+    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-2, fused=True, master=master)
+    x = torch.randn(8, 40, device="cuda", dtype=dtype)
 
     def step() -> None:
-        model(x).square().mean().backward()
+        model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -112,9 +113,20 @@ def without_waiting(rank: int, size: int, placement: str) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("placement", SHARDED)
-def test_no_host_waits_in_a_plain_step(nccl: Nccl, placement: str) -> None:
-    nccl(without_waiting, 2, placement)
+def test_no_host_waits_in_a_plain_step(nccl: Nccl, placement: str, dtype: torch.dtype) -> None:
+    """Nor in one with master weights."""
+    nccl(without_waiting, 2, placement, dtype)
+
+
+def masters_of_whole_parameters(rank: int, size: int) -> None:
+    without_waiting(rank, size, "ddp", torch.bfloat16)
+
+
+@pytest.mark.timeout(180)
+def test_no_host_waits_for_masters_of_whole_parameters(nccl: Nccl) -> None:
+    nccl(masters_of_whole_parameters, 2)
 
 
 def under_forward(rank: int, size: int, placement: str) -> None:

@@ -3,6 +3,7 @@
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from paceline.checkpoint import Checkpointer, NoCheckpoint, digest
 from paceline.stored.directory import CHUNK
+from tests.models import DDP
 from tests.pool import Pool
 
 MIB = 1 << 20
@@ -40,10 +42,29 @@ def own_memory() -> int:
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
 
-def load_and_watch(rank: int, size: int, directory: str) -> tuple[str, int, bool]:
-    model, optimizer = run(1)
-    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
-    places = [tensor.data_ptr() for tensor in tensors]
+def run_in_shards(seed: int) -> tuple[Any, Any]:
+    """The same with parameters, gradients and states in shards."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
+    model = DDP(net, placement="zero3", units=[nn.Linear], timeout=20)
+    optimizer = model.optimizer(torch.optim.Adam)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def load_and_watch(rank: int, size: int, directory: str, placement: str) -> tuple[str, int, bool]:
+    made: tuple[Any, Any] = run(1) if placement == "ddp" else run_in_shards(1)
+    model, optimizer = made
+
+    def held() -> list[int]:
+        """Where in memory the parameters and states of this rank are."""
+        found = [*(model.parameters() if placement == "ddp" else [shard.block for shard in model._owned.shards])]
+        found += [value for state in optimizer.state.values() for value in state.values()]
+        return [tensor.data_ptr() for tensor in found]
+
+    places = held()
     checkpointer = Checkpointer(directory)
     before = own_memory()
     peak, done = before, threading.Event()
@@ -58,8 +79,8 @@ def load_and_watch(rank: int, size: int, directory: str) -> tuple[str, int, bool
     checkpointer.load(model=model, optimizer=optimizer)
     done.set()
     watcher.join()
-    now = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
-    return digest(model, optimizer, 1), peak - before, [tensor.data_ptr() for tensor in now] == places
+    in_place = held() == places
+    return digest(model, optimizer, 1), peak - before, in_place
 
 
 def test_a_load_fills_the_tensors_that_are_there_and_needs_little_memory(procs: Pool, tmp_path: Path) -> None:
@@ -67,9 +88,10 @@ def test_a_load_fills_the_tensors_that_are_there_and_needs_little_memory(procs: 
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "step-00000001").iterdir()}
     assert abs(sizes["state-00001.safetensors"] / sum(sizes.values()) - 0.5) < 0.01, "each has written its share"
     assert sum(sizes.values()) > 192 * MIB
-    for told, above, in_place in procs(2).run(load_and_watch, str(tmp_path)):
-        assert told == expected and in_place
-        assert above < 64 * MIB, f"{above / MIB:.0f} MiB"
+    for placement in ("ddp", "zero3"):
+        for told, above, in_place in procs(2).run(load_and_watch, str(tmp_path), placement):
+            assert told == expected and in_place, placement
+            assert above < 64 * MIB, f"{placement}: {above / MIB:.0f} MiB"
 
 
 def load_damaged(rank: int, size: int, directories: list[str]) -> tuple[str, bool]:

@@ -154,6 +154,54 @@ def test_a_part_that_nobody_reduces_is_refused_by_name(change: Callable[[nn.Modu
         assert message.startswith(f"{named[change]} became trainable")
 
 
+@pytest.mark.parametrize("placement", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("when", ["before the first step", "after it"])
+@pytest.mark.parametrize("change", [replace_a_layer, add_a_parameter, unfreeze], ids=lambda f: f.__name__)
+def test_a_part_that_is_in_no_optimizer_is_refused_too(
+    change: Callable[[nn.Module], None], when: str, placement: str
+) -> None:
+    """An optimizer that the model has made has the parameters that were there when the module was wrapped."""
+
+    def body(transport: Transport) -> str:
+        module = Branches()
+        module.a.requires_grad_(False)
+        model = DDP(module, transport=transport, placement=placement, units=[])
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+        if when == "after it":
+            train(model, optimizer, transport.rank, range(2))
+        with model.whole():
+            change(module)
+            before = {name: param.detach().clone() for name, param in module.named_parameters()}
+        with pytest.raises(UnreducedGradients) as caught:
+            train(model, optimizer, transport.rank, range(2, 3))
+        if placement != "zero3" or change is not replace_a_layer:
+            with model.whole():
+                assert all(torch.equal(param, before[name]) for name, param in module.named_parameters())
+        return str(caught.value)
+
+    named: dict[Any, str] = {replace_a_layer: "b.weight", add_a_parameter: "t.extra", unfreeze: "a.weight, a.bias"}
+    for message in run(body, RANKS):
+        assert message.startswith(named[change]) and "after wrapping" in message
+
+
+def test_parameters_of_other_modules_and_frozen_ones_may_come_and_go() -> None:
+    """They are looked for, not found, and not looked for again."""
+
+    def body(transport: Transport) -> None:
+        module = Branches()
+        module.a.requires_grad_(False)
+        model = DDP(module, transport=transport, placement="zero1")
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+        for number in range(3):
+            nn.Linear(3, 3)
+            module.register_parameter("extra", nn.Parameter(torch.ones(3), requires_grad=False))
+            train(model, optimizer, transport.rank, range(number, number + 1))
+        module.extra.requires_grad_(True)  # as long as nothing uses it, it harms nobody
+        train(model, optimizer, transport.rank, range(3, 5))
+
+    run(body, RANKS)
+
+
 def test_a_parameter_may_be_frozen_and_unfrozen() -> None:
     def toggle(module: Any) -> None:
         module[0].requires_grad_(not module[0].weight.requires_grad)

@@ -169,7 +169,7 @@ class Bucket:
 
     def grad_bucket(self, blocks: Sequence[LaneBlock] = (), *, last: bool) -> GradBucket:
         views = [slot.view for slot in self.slots]
-        params = [slot.param for slot in self.slots]
+        params = [slot.param for slot in self.slots] if self.shards is None else self.shards.params
         spans = () if self.shards is None else self.shards.spans
         return GradBucket(self.spec.index, self.flat, views, params, blocks=blocks, spans=spans, last=last)
 

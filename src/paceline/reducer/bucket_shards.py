@@ -27,6 +27,9 @@ class BucketShards:
         self.spans = spans
         self.in_turn = in_turn
         self._shards = shards
+        own = [shards[place.param] for place in spec.slots]
+        # For reductions: where a parameter has no memory, what says so to whoever wants its numbers.
+        self.params = [shard.param if shard.front is None else shard.front for shard in own]
         self._reduced = {
             place.param: flat[place.offset : place.offset + place.numel][slice(*shards[place.param].span)]
             for place in spec.slots

@@ -57,15 +57,6 @@ class Shard:
         """The block in the parameter's memory, or in its own."""
         return flat_of(self.param)[slice(*self.span)] if self._home is None else self._home
 
-    def store_value(self) -> None:
-        """Have in the block what an optimizer has made of it: of the master, or of a value that was given other memory,
-        as by `param.data = ...`."""
-        block = self.block
-        if self.value.data_ptr() != block.data_ptr():
-            block.copy_(self.value)
-            if not self.has_master:
-                self.value.data = block
-
     def begin_backward(self) -> None:
         """Autograd is about to add to `param.grad`, and the bucket to overwrite what was reduced before."""
         if self.param.grad is self.stand_in:
@@ -136,14 +127,6 @@ class Shard:
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """A copy of the block of a tensor that is shaped like the parameter."""
         return flat_as(self.form, whole)[slice(*self.span)].clone()
-
-    def take_changes(self) -> None:
-        """Where the parameter is not what the master was rounded to, somebody has changed it, as by clamping it or by
-        loading other weights: the master takes that value."""
-        block, rounded = self.block, self.value.detach().to(self.param.dtype)
-        changed = block.ne(rounded) & ~(block.isnan() & rounded.isnan())
-        if changed.any():
-            self.value.copy_(torch.where(changed, block.to(self.value.dtype), self.value))
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -12,8 +13,24 @@ from torch import nn
 
 from paceline.errors import UnreducedGradients, UsageError
 from paceline.member import in_elastic_job
+from paceline.placement import Placement
 
 CHOICES = {"init": ("broadcast", "verify"), "unused": ("zero", "error"), "bucket_plan": ("auto", "fixed")}
+# What FSDP and DeepSpeed call their settings, and what to do here.
+_NO_OFFLOAD = (
+    'nothing is kept in host memory for a device; placement="zero3" divides parameters, gradients and optimizer state '
+    "by the number of ranks, and `paceline plan` says on how many a model fits"
+)
+ELSEWHERE = {
+    "cpu_offload": _NO_OFFLOAD,
+    "offload_policy": _NO_OFFLOAD,
+    "offload_optimizer": _NO_OFFLOAD,
+    "offload_param": _NO_OFFLOAD,
+    "mp_policy": 'convert the module, as by module.bfloat16(), and pass master="float32" to model.optimizer()',
+    "sharding_strategy": 'pass placement="zero1", "zero2" or "zero3", with shard= for shards over some of the ranks',
+    "reshard_after_forward": 'pass placement="zero3" to free parameters after forward, or "zero2" to keep them',
+    "auto_wrap_policy": "pass units= with the modules, or their classes, that are gathered together",
+}
 TRANSPORTS = ("auto", "torch", "shm", "two-level", "local")
 
 
@@ -26,13 +43,17 @@ class Managed:
     params: tuple[nn.Parameter, ...]
     sparse: tuple[bool, ...]
 
-    def of(self, module: nn.Module, ignored: set[str]) -> "Managed":
-        """The same parameters, of a module that has taken the other's place, such as a compiled one around it."""
+    def of(self, module: nn.Module, ignored: set[str], owned: Any) -> "Managed":
+        """The same parameters, of a module that has taken the other's place, such as a compiled one around it. Where
+        they are in shards, `owned` knows what it has instead of them."""
         mine = {id(param) for param in self.params}
         strangers = [
             name
             for name, param in module.named_parameters()
-            if param.requires_grad and id(param) not in mine and name not in ignored
+            if param.requires_grad
+            and id(param) not in mine
+            and (owned is None or owned.find(param) is None)
+            and name not in ignored
         ]
         if strangers:
             raise UnreducedGradients(
@@ -79,17 +100,22 @@ def check_reduce_dtype(reduce_dtype: Any, mixed_precision: Any, reduction: Any, 
     """The type in which gradients are summed. The others decide about that themselves, where they are given."""
     if reduce_dtype is None:
         return None
-    found = getattr(torch, reduce_dtype, None) if isinstance(reduce_dtype, str) else reduce_dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UsageError(
-            f"reduce_dtype={reduce_dtype!r} is not a floating point type; expected one such as torch.float32, or "
-            f'"float32"'
-        )
+    found = floating_type("reduce_dtype", reduce_dtype)
     beside = {"mixed_precision": mixed_precision, "reduction": reduction, "lanes": lanes}
     for name in (name for name, given in beside.items() if given is not None):
         raise UsageError(
             f"reduce_dtype={reduce_dtype!r} cannot be combined with {name}=, which decides in which type gradients are "
             f"summed; leave one of them out"
+        )
+    return found
+
+
+def floating_type(name: str, given: object) -> torch.dtype:
+    """The type that `given` is, or is the name of: torch.float32, or "float32"."""
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(
+            f'{name}={given!r} is not a floating point type; expected one such as torch.float32, or "float32"'
         )
     return found
 
@@ -144,8 +170,8 @@ def describe_reduction(reduction: Any) -> str:
     return f"{type(reduction).__name__}({', '.join(told)})"
 
 
-def check_module(module: Any) -> None:
-    """Refuse what is not a bare module."""
+def check_module(module: Any, placement: Placement, device_mesh: Any) -> None:
+    """Refuse what is not a bare module, and what it may not have."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module to wrap, got {type(module).__name__}")
     for name, child in module.named_modules():
@@ -154,6 +180,47 @@ def check_module(module: Any) -> None:
             raise UsageError(
                 f"cannot wrap {type(module).__name__}: {where} is already a DistributedDataParallel, so gradients "
                 f"would be reduced twice; wrap the bare module once"
+            )
+    _check_parameters(module, placement, device_mesh)
+
+
+def refuse_elsewhere_known(given: Iterable[str]) -> None:
+    """Refuse what other libraries call their own settings, with the way to what is meant."""
+    for name in given:
+        if name in ELSEWHERE:
+            raise TypeError(f"DistributedDataParallel takes no {name}=: {ELSEWHERE[name]}")
+
+
+def _check_parameters(module: nn.Module, placement: Placement, device_mesh: Any) -> None:
+    """Refuse parameters whose numbers are kept in another way than gradients can be reduced, or shards be made."""
+    sliced = getattr(device_mesh, "ndim", 0) == 1 and is_sliced(device_mesh)
+    shards = placement.shards_optimizer
+    if shards and sliced:
+        raise UsageError(
+            f"device_mesh= is a slice of a larger mesh, as for tensor parallelism, which cannot be combined with "
+            f'placement="{placement.name}"; use placement="ddp", or pass process_group=device_mesh.get_group() if the '
+            f"ranks of the slice have whole parameters"
+        )
+    dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, param in module.named_parameters():
+        if name in ignored:
+            continue
+        if isinstance(param, dtensor) and not sliced:
+            raise UsageError(
+                f"{name} is a DTensor, of which this rank has a part (tensor parallelism), expected a whole parameter; "
+                f'use placement="ddp" with the mesh of its replicas, such as device_mesh=mesh["dp"], or wrap the '
+                f"module without making it parallel"
+            )
+        if shards and hasattr(type(param), "__tensor_flatten__"):
+            raise UsageError(
+                f"{name} is a {type(param).__name__}, which keeps its numbers in other tensors, so "
+                f'placement="{placement.name}" cannot cut it; expected an ordinary parameter; use placement="ddp"'
+            )
+        if param.requires_grad and param.dtype.is_floating_point and param.dtype.itemsize == 1:
+            raise UsageError(
+                f"{name} is trained in {param.dtype}, in which gradients cannot be reduced; expected float32, bfloat16 "
+                f"or float16; keep the parameter in one of these and convert it inside forward"
             )
 
 
@@ -200,7 +267,10 @@ def choose_group(process_group: Any, device_mesh: Any) -> Any:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+            raise RuntimeError(
+                f"Only 1D device mesh is supported, but got {device_mesh}. Pass the dimension over which the module is "
+                f"replicated, such as mesh['dp']"
+            )
         return device_mesh.get_group(mesh_dim=0)
     if process_group is not None:
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:

@@ -36,6 +36,7 @@ from paceline.replica.mixed_precision import NarrowParameters, cast_buffers, red
 from paceline.replica.monitor import ReplicaMonitor
 from paceline.replica.owned import OwnedBlocks
 from paceline.replica.recording import recording_asked
+from paceline.replica.strangers import Strangers
 from paceline.replica.twin_state import TwinState
 from paceline.replica.units import Units, make_units
 from paceline.replica.update_gathers import UpdateGathers
@@ -116,9 +117,10 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
     lane_loop = _lane_loop(replica, core, buffers, capsules)
     gate = _gate(replica, core)
     monitor = _monitor(replica, core, gate, buffers, capsules, owned, narrow)
-    managed, ignored = replica._managed, frozenset(replica.parameters_to_ignore)
-    ids = frozenset(id(param) for param in managed.params)
-    guard = StepGuard(core, replica, ids, ignored, refuses=replica._guard_refuses, gate=gate)
+    ids = frozenset(id(param) for param in replica._managed.params)
+    frozen = [param for param in replica._module_parameters if id(param) not in ids]
+    strangers = Strangers(ids, frozenset(replica.parameters_to_ignore), frozen)
+    guard = StepGuard(core, replica, strangers, refuses=replica._guard_refuses, gate=gate)
     state_hooks: list[RemovableHandle] = []
     if narrow is not None:
         state_hooks = narrow.widen_before_state_is_read(replica.module)

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from paceline.replica.lane_loop import Microbatch, step_of
 from paceline.replica.owned import clip_whole_in_lanes
 from paceline.replica.sharded_optimizer import make_optimizer
 from paceline.replica.torch_surface import TorchReducer, TorchSurface
+from paceline.replica.unit_forward import ForwardInUnits
 from paceline.replica.untraced import keep_out_of_graphs
 from paceline.trace import Trace
 
@@ -75,6 +76,11 @@ class DistributedDataParallel(TorchSurface):
         >>> model = paceline.DistributedDataParallel(net)
         >>> loss = model(x).sum(); loss.backward()   # gradients are now the mean over all ranks
     """
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        arguments.refuse_elsewhere_known(given)
+        made: Self = super().__new__(cls)
+        return made
 
     def __init__(
         self,
@@ -119,7 +125,8 @@ class DistributedDataParallel(TorchSurface):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         transport, lanes = arguments.or_from_environment(transport, lanes)
-        arguments.check_module(module)
+        self._placement, self._shard, self._units = placement_of(placement, shard), shard, units
+        arguments.check_module(module, self._placement, device_mesh)
         arguments.check_choices(init=init, unused=unused, bucket_plan=bucket_plan)
         arguments.check_objects(timeout=timeout, transport=transport, reduction=reduction)
         arguments.check_together(mixed_precision, reduction, delay_all_reduce_named_params, param_to_hook_all_reduce)
@@ -144,7 +151,6 @@ class DistributedDataParallel(TorchSurface):
         }
         arguments.check_lanes(lanes, seed, self._transport.size, module, **given)
         self._lane_count, self._seed = lanes, seed
-        self._placement, self._shard, self._units = placement_of(placement, shard), shard, units
         if lanes is not None:
             self.forward_sync_buffers = False  # they have a rule of their own: replica/lane_buffers.py
         caps = BucketCaps.from_mib(bucket_cap_mb, bucket_cap_mb_list)
@@ -190,6 +196,8 @@ class DistributedDataParallel(TorchSurface):
         self._core, self._gate, self._lane_loop = built.core, built.gate, built.lane_loop
         self._narrow, self._capsules, self._owned = built.narrow, built.capsules, built.owned
         self._prepare_parameters = built.prepares()
+        if built.owned is not None and built.owned.units is not None:
+            self.forward = ForwardInUnits(self)
         self.reducer = TorchReducer(self._core)
         self._closing = weakref.finalize(self, built.closer())
 
@@ -205,7 +213,7 @@ class DistributedDataParallel(TorchSurface):
         optimizer: type[Optimizer] | Optimizer,
         params: Any = None,
         *,
-        master: torch.dtype | None = None,
+        master: torch.dtype | str | None = None,
         **options: Any,
     ) -> Optimizer:
         """An optimizer over what this rank owns of the model: all of it, or its shards under a sharded placement.
@@ -213,13 +221,14 @@ class DistributedDataParallel(TorchSurface):
         Give a class and its options, with `params` as the class takes them (default: all trained parameters), or an
         optimizer that was made from `model.parameters()` and has not stepped yet. To schedulers, GradScaler and
         checkpoints it is an ordinary optimizer; `state_dict()` is that of whole parameters, and a collective.
-        `master=torch.float32` keeps and updates the weights of a bfloat16 or float16 model in that type too.
+        `master="float32"` keeps and updates the weights of a bfloat16 or float16 model in that type too.
 
         Example:
             >>> model = paceline.DistributedDataParallel(net, placement="zero1")
             >>> optimizer = model.optimizer(torch.optim.AdamW, lr=3e-4)
         """
-        return make_optimizer(self, optimizer, params, options, master)
+        wide = None if master is None else arguments.floating_type("master", master)
+        return make_optimizer(self, optimizer, params, options, wide)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

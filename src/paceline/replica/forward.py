@@ -55,7 +55,7 @@ def _before_training(replica: "DistributedDataParallel") -> None:
     if replica._joins_later and replica.training:  # a rank may evaluate a copy by itself
         membership.join_later(replica)
     if replica._managed.module is not replica.module:
-        replica._managed = replica._managed.of(replica.module, replica.parameters_to_ignore)
+        replica._managed = replica._managed.of(replica.module, replica.parameters_to_ignore, replica._owned)
     if replica._core.sync_on:
         if replica.logger.iteration == replica.logger.sample_at:
             replica.logger.sample(replica._core.trace)
@@ -65,8 +65,11 @@ def _before_training(replica: "DistributedDataParallel") -> None:
 def run_module(replica: "DistributedDataParallel", *inputs: Any, **kwargs: Any) -> Any:
     """Run the module itself."""
     try:
-        # torch's way tells torch.compile to split graphs at buckets: if it is there, and there are buckets.
-        if "torch._dynamo" in sys.modules and (replica._use_python_reducer or not replica._core.is_alone()):
+        # torch's way tells torch.compile to split graphs at buckets: if it is there, and there are buckets, not units.
+        in_units = replica._placement.shards_parameters
+        if "torch._dynamo" in sys.modules and (
+            replica._use_python_reducer or not (in_units or replica._core.is_alone())
+        ):
             return TorchDDP._run_ddp_forward(replica, *inputs, **kwargs)
         return replica.module(*inputs, **kwargs)
     except BaseException as error:

@@ -4,7 +4,6 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Container
 from itertools import chain
 from typing import Any
 
@@ -23,7 +22,8 @@ from paceline.reducer.reducer import Reducer
 from paceline.replica.closures import with_closure
 from paceline.replica.gate import UpdateGate
 from paceline.replica.owned import OwnedBlocks
-from paceline.replica.refusals import IN_BACKWARD, JOINED, refuse_unmanaged, refuse_whole, unreduced_error
+from paceline.replica.refusals import IN_BACKWARD, JOINED, refuse_whole, unreduced_error
+from paceline.replica.strangers import Strangers
 from paceline.trace import Moment
 
 logger = logging.getLogger("paceline")
@@ -33,20 +33,13 @@ class StepGuard:
     """Looks at every optimizer step in the process, and acts on those that own parameters of one replica."""
 
     def __init__(
-        self,
-        reducer: Reducer,
-        replica: nn.Module,
-        managed: frozenset[int],
-        ignored: Container[str],
-        *,
-        refuses: bool,
-        gate: UpdateGate,
+        self, reducer: Reducer, replica: nn.Module, strangers: Strangers, *, refuses: bool, gate: UpdateGate
     ) -> None:
         self._gate = weakref.ref(gate)
         self.reducer = weakref.ref(reducer)
         self.replica = weakref.ref(replica)
-        self._managed = managed
-        self._ignored = ignored
+        self._managed = strangers.managed
+        self._strangers = strangers
         self._refuses = refuses
         self._closed = False
         self._stepping: set[int] = set()  # ids of optimizers; one may step inside another's step
@@ -106,7 +99,7 @@ class StepGuard:
         params = self._params_of(optimizer)
         ids = set(map(id, params))
         if refuses and not ids <= self._managed:
-            refuse_unmanaged(params, self._managed, self.module, self._ignored)
+            self._strangers.refuse_among(params, self.module)
         if ids.isdisjoint(self._managed):
             return False
         if self._owned is not None and self._owned.cut:
@@ -115,6 +108,8 @@ class StepGuard:
             call()
         if self._refuse_in_backward(reducer):
             return False
+        if refuses and self._strangers.possible:
+            self._strangers.refuse(self.module, self._owned)
         reducer.batch.check_update()
         if reducer.others_wait():
             logger.warning(JOINED, reducer.transport.rank)

@@ -1,9 +1,8 @@
 """Why an optimizer step is refused."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from paceline.errors import NotWhole, UnreducedGradients
 from paceline.replica.owned import OwnedBlocks
@@ -18,21 +17,6 @@ JOINED = (
     "anything done to gradients before that, such as clipping, had no effect here. Call model.sync_gradients() after "
     "backward to join earlier"
 )
-
-
-def refuse_unmanaged(
-    params: Sequence[torch.Tensor], managed: Container[int], module: nn.Module | None, ignored: Container[str]
-) -> None:
-    """Raise if some of `params` came, or were unfrozen, after `module` was wrapped: nobody reduces their gradients.
-    `managed`: the ids of those that were there."""
-    named = () if module is None else module.named_parameters()
-    names = {id(p): name for name, p in named if name not in ignored}
-    found = [names[id(p)] for p in params if id(p) in names and id(p) not in managed and p.grad is not None]
-    if found:
-        raise UnreducedGradients(
-            f"{_listed(found)} became trainable, or took another parameter's place, after wrapping, so their "
-            f"gradients are not reduced; wrap the module again after such a change, or pass guard=False"
-        )
 
 
 def refuse_whole(params: Sequence[torch.Tensor], owned: OwnedBlocks, *, local: bool) -> None:
@@ -55,10 +39,11 @@ def refuse_whole(params: Sequence[torch.Tensor], owned: OwnedBlocks, *, local: b
 def unreduced_error(names: Sequence[str]) -> UnreducedGradients:
     return UnreducedGradients(
         f"the optimizer was about to step on gradients that were never reduced, so the replicas would drift apart: "
-        f"{_listed(names)}. Run the last backward of the step outside no_sync(), or call sync_gradients() before "
+        f"{listed(names)}. Run the last backward of the step outside no_sync(), or call sync_gradients() before "
         f"step(). To step on local gradients on purpose, step inside no_sync(), or pass guard=False."
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first of many names."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -16,6 +16,7 @@ from paceline.collectives.group import Group
 from paceline.collectives.protocols import Op
 from paceline.errors import CollectiveMismatch, ModelMismatch, UsageError
 from paceline.reducer.shard import Shard, flat_as
+from paceline.replica import master_weights
 from paceline.replica.assembly import metas_of
 from paceline.replica.closures import with_closure
 from paceline.replica.owned import OwnedBlocks
@@ -155,11 +156,10 @@ class _Update:
                 shard.lift_guard()
         with torch.no_grad():
             self._narrow = [shard.value.grad for shard in self._masters]
-            for shard, grad in zip(self._masters, self._narrow, strict=True):
-                shard.take_changes()
-                if not self._owned.cut and shard.param.grad is not None:
-                    grad = flat_as(shard.param, shard.param.grad)
-                shard.value.grad = None if grad is None else grad.to(shard.value.dtype)
+            master_weights.take_changes(self._masters)
+            grads = self._narrow if self._owned.cut else [_whole_gradient(shard) for shard in self._masters]
+            for shard, wide in zip(self._masters, master_weights.widened(grads, self._masters), strict=True):
+                shard.value.grad = wide
 
     def _give_back_gradients(self) -> None:
         for shard, grad in zip(self._masters, self._narrow, strict=False):  # nothing, if they were not taken
@@ -171,9 +171,14 @@ class _Update:
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._give_back_gradients()
         with torch.no_grad():
-            for shard in self._shards:
-                shard.store_value()
+            master_weights.store_values(self._shards)
             self._owned.follow_update()
+
+
+def _whole_gradient(shard: Shard) -> torch.Tensor | None:
+    """The gradient of a parameter of which this rank has all, flat as its master is."""
+    grad = shard.param.grad
+    return shard.value.grad if grad is None else flat_as(shard.param, grad)
 
 
 class ShardedOptimizer(Optimizer):

@@ -37,7 +37,7 @@ from paceline.replica.lane_loop import LaneLoop
 from paceline.replica.logging_data import TorchLogger
 from paceline.replica.mixed_precision import NarrowParameters
 from paceline.replica.owned import OwnedBlocks
-from paceline.strategies.comm_hook import CommHook
+from paceline.strategies.comm_hook import CommHook, waits_in_backward, why_not_in_shards
 
 # Untyped in torch, and some of its attributes are properties here.
 TorchDDP: Any = nn.parallel.DistributedDataParallel
@@ -228,6 +228,10 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
                 f"a communication hook cannot be combined with reduce_dtype={self._reduce_dtype}: it decides in which "
                 f"type gradients are summed; leave reduce_dtype= out"
             )
+        why = why_not_in_shards(hook)
+        self._refuse_in_shards(f"the communication hook {hook.__qualname__}, which {why},", given=bool(why))
+        if waits_in_backward(hook):
+            self._refuse_in_units(f"the communication hook {hook.__qualname__}, which waits for others in backward,")
         self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(hook.__qualname__)
         if self._use_python_reducer:

@@ -10,6 +10,17 @@ from paceline.collectives.protocols import Transport
 from paceline.collectives.reduction import Flight, GradBucket
 from paceline.collectives.wait import FutureWork
 
+# Of torch's hooks, by their modules, those that do more to a bucket than combine it, or less.
+NOT_IN_SHARDS = {
+    "post_localSGD_hook": "averages over some of the ranks and lets replicas differ, which shards of one model cannot",
+    "debugging_hooks": "does not reduce gradients, so shards would be updated by the gradients of one rank each",
+    "optimizer_overlap_hooks": "updates whole parameters inside backward",
+    "ddp_zero_hook": "updates whole parameters inside backward",
+    "mixed_precision_hooks": "puts gradients into whole parameters of another type",
+}
+# Those that wait for other ranks, inside backward, between two collectives.
+WAITING = {"powerSGD_hook"}
+
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
 
@@ -38,6 +49,22 @@ class CommHook:
             return _tensor_of(future.value())
 
         return Flight(FutureWork(future), result)
+
+
+def why_not_in_shards(hook: object) -> str:
+    """Why a hook cannot reduce gradients of which each rank keeps its shards; empty if it can."""
+    return NOT_IN_SHARDS.get(_module_of(hook), "")
+
+
+def waits_in_backward(hook: object) -> bool:
+    """Whether it waits for ranks that may wait for this one, where parameters are gathered in backward."""
+    return _module_of(hook) in WAITING
+
+
+def _module_of(hook: object) -> str:
+    """The name of the module of torch that a hook is from; empty for a user's own."""
+    package, _, module = str(getattr(hook, "__module__", "")).rpartition(".")
+    return module if package.endswith("ddp_comm_hooks") else ""
 
 
 def _tensor_of(value: Any) -> torch.Tensor:
