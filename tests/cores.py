@@ -14,6 +14,7 @@ LONGEST = (
     "procs/test_examples.py",
     "conformance/test_torch_ddp.py",
     "procs/test_train.py",
+    "procs/test_train_lanes.py",
     "notebook/test_tutorials.py",
     "notebook/test_magics.py",
     "notebook/test_rank_kernels.py",

@@ -146,7 +146,11 @@ CASES = (
         faults=(f"flip rank=1 step={AT}",),
         ci=True,
         named=r"rank.*differ",
-        tests=("tests/ranks/test_agreement.py::test_two_hundred_flipped_bits_are_all_found_and_named",),
+        tests=(
+            "tests/ranks/test_agreement.py::test_two_hundred_flipped_bits_are_all_found_and_named",
+            "tests/procs/test_elastic.py::test_a_rank_whose_state_has_drifted_is_replaced",
+            "tests/procs/test_elastic.py::test_two_ranks_that_have_drifted_go_back_to_what_was_saved_before",
+        ),
     ),
     Case(
         id="F27",

@@ -69,11 +69,15 @@ class ReplicasDiffer(PacelineError, ValueError):
 
 
 class ReplicaDrift(PacelineError, RuntimeError):
-    """Replicas were equal and are not any more. `ranks` are those at fault, or all where no majority tells."""
+    """Replicas were equal and are not any more. `ranks` are those at fault, which is `known` where a majority tells, or
+    else all that differ."""
 
-    def __init__(self, message: str, *, ranks: Sequence[int] = (), tensor: str = "", step: int = -1) -> None:
+    def __init__(
+        self, message: str, *, ranks: Sequence[int] = (), known: bool = False, tensor: str = "", step: int = -1
+    ) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+        self.known = known
         self.tensor = tensor
         self.step = step
 

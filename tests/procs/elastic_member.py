@@ -4,7 +4,8 @@
 
 PLAN is JSON. "faults" is a list of [slot, step, what]: the first process of that slot does it when it comes to that
 step, and every process if there is no slot. Training ends when the world is full and all have come to the step "end".
-With "late", a process that replaces another does not come in time.
+With "late", a process that replaces another does not come in time. With "stops", members that have been in a generation
+take SIGTERM and SIGUSR1 for a wish to save and leave, of which they say the step.
 """
 
 import json
@@ -26,7 +27,7 @@ from paceline.member_messages import (
 )
 from paceline.progress import Phase, own_progress
 
-REGROUP, END = 1, 2
+REGROUP, END, STOP = 1, 2, 4
 
 
 class Broken(Exception):
@@ -113,17 +114,22 @@ def main() -> None:
     if again and plan.get("late"):
         time.sleep(600)
     was, step, whole = NEVER, 0, False
+    asked: list[int] = []
+    if plan.get("stops"):
+        say(f"member {me.id} waits")
     while True:
         me.send(MemberReady(was, step, whole))
         generation = me.await_generation(was)
         was, star = generation.number, None
+        for number in (signal.SIGTERM, signal.SIGUSR1) if plan.get("stops") else ():
+            signal.signal(number, lambda number, _: asked.append(number))
         step = generation.step
         whole = True
         try:
             star = Star(me, generation)
             me.send(MemberFormed(was))
             say(f"generation {was} rank {generation.rank_of(me.id)} of {generation.size} step {step}")
-            if work(me, plan, slot, again, star, generation, step, progress):
+            if work(me, plan, slot, again, star, generation, step, progress, asked):
                 return
         except Broken:
             step = progress.step
@@ -133,7 +139,7 @@ def main() -> None:
         step = progress.step
 
 
-def work(me, plan, slot, again, star, generation, step, progress) -> bool:  # type: ignore[no-untyped-def]
+def work(me, plan, slot, again, star, generation, step, progress, asked) -> bool:  # type: ignore[no-untyped-def]
     """Step until training is over (True), or members regroup (False)."""
     progress.note(Phase.FORWARD, step)
     while True:
@@ -143,9 +149,13 @@ def work(me, plan, slot, again, star, generation, step, progress) -> bool:  # ty
         full = generation.size == int(os.environ["WORLD_SIZE"])
         done = full and step >= plan["end"]
         progress.note(Phase.WAITING, step)
-        wish = star.meet(REGROUP * me.wants_regroup(generation.number) | END * done)
+        wish = star.meet(REGROUP * me.wants_regroup(generation.number) | END * done | STOP * bool(asked))
         step += 1
         progress.note(Phase.FORWARD, step)
+        if wish & STOP:
+            me.send(MemberFinished(generation.number, step))
+            say(f"saved at step {step}")
+            sys.exit(143)
         if wish & END:
             me.send(MemberFinished(generation.number, step))
             say(f"done at step {step}")

@@ -21,6 +21,7 @@ from tests.models import draw
 from tests.pool import Pool
 
 STEPS, LANES, BATCH = 6, 6, 2
+COMPARES = paceline.Agreement(state_every=1)
 THREE = ElasticTerms(minimum=1, maximum=3)
 
 
@@ -36,6 +37,10 @@ class Fault:
     def strike(self, net: "Seen") -> None:
         if self.kind == "compute wrong":
             net.last.weight.register_hook(lambda grad: grad * 1.0001)
+            return
+        if self.kind == "flip":
+            with torch.no_grad():
+                net.last.bias.view(torch.int32)[1] ^= 1 << 20
             return
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -81,7 +86,7 @@ class Script:
     late: int = -1  # a member that starts only when the others are at step 3; they wait for it at step 4
     goes_on: bool = False  # after an error of its own
     device: str = "cpu"
-    audits: bool = False
+    agreement: paceline.Agreement | None = None
 
 
 def train(member: int, script: Script) -> dict[str, Any]:
@@ -100,9 +105,8 @@ def train(member: int, script: Script) -> dict[str, Any]:
     if member == script.late:
         await_file(Path(script.folder, "at 3"))
     net = Seen().to(world.device)
-    agreement = paceline.Agreement(audit_every=1) if script.audits else None
     model = paceline.DistributedDataParallel(
-        net, lanes=script.lanes, seed=5, transport=script.transport, agreement=agreement
+        net, lanes=script.lanes, seed=5, transport=script.transport, agreement=script.agreement
     )
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params[:3], lr=0.05, foreach=False)
@@ -249,7 +253,7 @@ def test_a_step_that_all_find_damaged_twice_is_not_made_again(procs: Pool, tmp_p
 
 def test_a_rank_that_computes_wrong_is_replaced(procs: Pool, tmp_path: Path, quiet: str) -> None:
     """Its lane is audited in step 2, which the others then make without it."""
-    script = Script((Fault(1, 2, "between", "compute wrong"),), audits=True)
+    script = Script((Fault(1, 2, "between", "compute wrong"),), agreement=paceline.Agreement(audit_every=1))
     job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
     errors = [outcome.error for outcome in job.outcomes]
     assert isinstance(errors[1], paceline.errors.WrongGradients)
@@ -261,10 +265,38 @@ def test_a_rank_that_computes_wrong_is_replaced(procs: Pool, tmp_path: Path, qui
 
 
 def test_of_two_ranks_that_differ_it_is_not_known_who_is_wrong(procs: Pool, tmp_path: Path) -> None:
-    script = Script((Fault(1, 2, "between", "compute wrong"),), audits=True)
+    script = Script((Fault(1, 2, "between", "compute wrong"),), agreement=paceline.Agreement(audit_every=1))
     job = run_elastic(procs, tmp_path, train, script, terms=ElasticTerms(minimum=1, maximum=2), processes=2)
     assert "a rank raised WrongGradients" in job.gave_up
     assert "it takes a third rank to say which" in job.gave_up
+
+
+def test_a_rank_whose_state_has_drifted_is_replaced(procs: Pool, tmp_path: Path, quiet: str) -> None:
+    """The others, who are the majority, make the step again without it."""
+    script = Script((Fault(1, 2, "between", "flip"),), agreement=COMPARES)
+    job = run_elastic(procs, tmp_path, train, script, terms=THREE, processes=3)
+    errors = [outcome.error for outcome in job.outcomes]
+    assert isinstance(errors[1], paceline.errors.ReplicaDrift)
+    assert (errors[1].ranks, errors[1].known) == ((1,), True)
+    assert [loss.member for loss in job.losses] == [1]
+    assert job.losses[0].cause.startswith("raised ReplicaDrift: replicas have drifted apart")
+    assert {value["digest"] for value in job.values} == {quiet}
+    assert {tuple(value["steps"]) for value in job.values} == {(0, 1, 2, 2, 3, 4, 5)}
+
+
+@pytest.mark.parametrize("found", ["in the next step", "by a save"])
+def test_two_ranks_that_have_drifted_go_back_to_what_was_saved_before(
+    procs: Pool, tmp_path: Path, quiet: str, found: str
+) -> None:
+    in_step = found == "in the next step"
+    where = "between" if in_step else "after the commit"
+    script = Script((Fault(1, 3, where, "flip"),), folder=str(tmp_path), agreement=COMPARES if in_step else None)
+    job = run_elastic(procs, tmp_path, train, script, terms=ElasticTerms(minimum=2, maximum=2), processes=2)
+    check(job, quiet, lost=0)
+    assert [formed.generation.sources for formed in job.formed] == [(0,), ()]
+    assert [ready.whole for ready in job.ready[2:]] == [False, False]
+    steps = (0, 1, 2, 3, 3, 4, 5) if in_step else (0, 1, 2, 2, 3, 4, 5)
+    assert {tuple(value["steps"]) for value in job.values} == {steps}
 
 
 def test_a_rank_is_killed_while_others_wait_for_it_in_the_loader(procs: Pool, tmp_path: Path, quiet: str) -> None:

@@ -110,7 +110,9 @@ def test_a_rank_that_fails_after_the_last_step_is_no_loss_and_no_success(run: Ru
 def test_a_stopped_rank_is_ended_and_not_those_who_wait_for_it(run: Run) -> None:
     done = run([[1, 20, "SIGSTOP"]], "--ranks", "1:2", "--hang-timeout", "1")
     assert done.code == 0, done.said
-    assert done.has(r"rank 1 froze: stopped for 1 s \(process state T\) \(at step 20\)")
+    assert done.has(
+        r"rank 1 froze: stopped for 1 s \(process state T\), in .*elastic_member.py:\d+ in \w+ \(at step 20\)"
+    )
     assert [generation[0] for generation in done.generations(0)] == [0, 1, 2]
 
 
@@ -172,3 +174,70 @@ def test_the_end_of_the_launcher_is_the_end_of_all(run: Run, tmp_path: Path, num
     while descendants_named(tmp_path):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+class Running:
+    """A job that runs, whose lines are read as they come."""
+
+    def __init__(self, folder: Path, faults: list[list[object]], *flags: str, **plan: object) -> None:
+        command = arguments(folder, faults, flags, **plan)
+        self._job = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, bufsize=1
+        )
+        self.lines: list[str] = []
+
+    def until(self, *texts: str) -> None:
+        """Read until all of these were seen."""
+        assert self._job.stdout is not None
+        while not all(any(text in line for line in self.lines) for text in texts):
+            line = self._job.stdout.readline()
+            assert line, self.lines
+            self.lines.append(line.rstrip())
+
+    def end(self, number: signal.Signals) -> float:
+        """Send a signal to the launcher, and wait for the end. Returns the seconds until then."""
+        began = time.monotonic()
+        self._job.send_signal(number)
+        self.lines += self._job.communicate(timeout=PATIENCE_S)[0].splitlines()
+        assert self._job.returncode == 143, self.lines
+        return time.monotonic() - began
+
+    @property
+    def saved(self) -> dict[int, int]:
+        """By slot, at which step it has saved."""
+        found = [re.fullmatch(r"\[([\d,-]+)\] saved at step (\d+)", line) for line in self.lines]
+        slots = {match: re.split("[,-]", match[1]) for match in found if match}
+        return {int(slot): int(match[2]) for match in slots for slot in slots[match]}
+
+    @property
+    def losses(self) -> list[str]:
+        return [line for line in self.lines if re.search(r"run: (rank|a process).* (was|exited|raised)", line)]
+
+
+def test_a_job_below_its_minimum_saves_and_leaves_when_it_is_asked_to_end(tmp_path: Path) -> None:
+    job = Running(tmp_path, [[1, 20, "SIGKILL"]], "--ranks", "3:3", stops=True, late=True, end=10**9)
+    job.until("2 ranks are left of at least 3: waiting for 1 to start")
+    assert job.end(signal.SIGTERM) < 15  # of the 30 s that they have
+    # They may make a step before the signal comes: they meet as soon as it was sent.
+    assert job.saved.keys() == {0, 2} and set(job.saved.values()) in ({21}, {22})
+    assert job.losses == ["paceline run: rank 1 was killed by SIGKILL (at step 20)"]
+    assert descendants_named(tmp_path) == []
+
+
+def test_a_signal_that_ends_nothing_goes_to_those_alone_that_are_in_a_generation(tmp_path: Path) -> None:
+    """The spare has no handler, and would die of it."""
+    job = Running(tmp_path, [], "--ranks", "2:2", "--spares", "1", stops=True, end=10**9)
+    job.until("[0] generation 0", "[1] generation 0", "[2] member 2 waits")
+    job.end(signal.SIGUSR1)
+    assert job.saved.keys() == {0, 1} and len(set(job.saved.values())) == 1
+    assert job.losses == []
+    assert "ended by SIGUSR1" in job.lines[-1]
+    assert descendants_named(tmp_path) == []
+
+
+def test_a_rank_that_is_told_by_others_than_the_launcher_has_all_leave(run: Run) -> None:
+    """They were not lost, and are not restarted."""
+    done = run([[1, 20, "SIGTERM"]], "--ranks", "1:2", "--max-restarts", "2", stops=True, end=10**9)
+    assert done.code == 143
+    assert done.said[1:] == [line for line in done.said if line.startswith("ended by SIGTERM; logs: ")]
+    assert re.findall(r"saved at step (\d+)", done.out)[0] in ("20", "21")

@@ -1,6 +1,7 @@
 """What ends a rank by an exception is told to all others, with its traceback, also when the rank holds the store."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ except paceline.errors.PeerLost as error:
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("failing", "transport"), [(1, "torch"), (0, "shm")])
 def test_the_error_of_a_rank_reaches_the_others(tmp_path: Path, failing: int, transport: str) -> None:
     script = tmp_path / "script.py"
@@ -47,8 +49,17 @@ def test_the_error_of_a_rank_reaches_the_others(tmp_path: Path, failing: int, tr
     )
     assert done.returncode == 1
     assert f"paceline run: rank {failing} raised KeyError: 'of my own'\n" in done.stderr
+    logs = {rank: next((tmp_path / "runs").glob(f"*/rank_{rank}.log")).read_text() for rank in range(3)}
+    (failed_at,) = stamps("failed at", logs[failing])
     for rank in {0, 1, 2} - {failing}:
-        log = next((tmp_path / "runs").glob(f"*/rank_{rank}.log")).read_text()
+        log = logs[rank]
+        (told_at,) = stamps("told at", log)
+        assert told_at - failed_at < 1.0, "the clock is one for all processes of the machine"
         assert f"PeerLost: rank {failing} " in log
         notice = log[log.index(f"What ended rank {failing}:") :]
         assert "| KeyError: 'of my own'" in notice and "in mine" in notice and "told at" in log
+
+
+def stamps(what: str, log: str) -> list[float]:
+    """When a rank has said so."""
+    return [float(stamp) for stamp in re.findall(rf"^{what} ([\d.]+)$", log, re.MULTILINE)]

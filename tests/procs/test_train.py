@@ -181,13 +181,33 @@ def test_a_killed_rank_is_named_and_the_run_ends_by_itself(quiet: Training, text
     assert training.steps() == list(range(1, 17))
 
 
+# A tracker that keeps what it gets.
+KEEPING = """
+import json, os
+def init(**_): log({"opened": 1}, 0)
+def finish(): log({"closed": 1}, 0)
+def log(numbers, step):
+    with open(os.environ["KEPT"], "a") as file:
+        file.write(json.dumps({**numbers, "step": step, "slot": os.environ["RANK"]}) + "\\n")
+"""
+
+
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("placement", ["ddp", "zero1"])
-def test_a_killed_rank_is_outlived(quiet: Training, text: Path, start: Any, placement: str) -> None:
-    """Rank 0 dies, and the other goes on with its state and its files; from a checkpoint, if it had but a shard."""
-    flags = ("--placement", placement, "--min-ranks", "1", "--fault", "kill rank=0 step=11")
-    training = start("run", *QUICK, "--data", str(text), *flags)
+def test_a_killed_rank_is_outlived(quiet: Training, text: Path, start: Any, tmp_path: Path, placement: str) -> None:
+    """Rank 0 dies, and the other goes on with its state, its files and its tracker; from a checkpoint, if it had but a
+    shard."""
+    (tmp_path / "trackio.py").write_text(KEEPING)
+    kept = tmp_path / "kept.jsonl"
+    flags = ("--placement", placement, "--min-ranks", "1", "--fault", "kill rank=0 step=11", "--trackers", "trackio")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    training = start("run", *QUICK, "--data", str(text), *flags, PYTHONPATH=path, KEPT=str(kept))
     assert training.ended() == 0, training.output()
+    tracked = [json.loads(line) for line in kept.read_text().splitlines()]
+    steps = [line["step"] for line in tracked if "loss" in line]
+    assert (steps if placement == "ddp" else sorted(set(steps))) == list(range(1, 17))
+    assert [line["slot"] for line in tracked if "opened" in line] == ["0", "1"]
+    assert [line["slot"] for line in tracked if "closed" in line] == ["1"]
     assert training.result()["digest"] == quiet.result()["digest"]
     assert training.result()["redone_steps"] in ([0] if placement == "ddp" else [3, 7])  # steps 4 and 8 were saved
     assert "rank 0 was killed by SIGKILL (at step 11)" in training.output()

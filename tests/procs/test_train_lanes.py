@@ -10,7 +10,7 @@ import torch
 import paceline
 from paceline.errors import NotFiniteGradients
 from paceline.train.__main__ import code_of
-from paceline.train.config import NOT_FINITE_EXIT, TrainConfig
+from paceline.train.config import NOT_FINITE_EXIT, TrainConfig, to_toml
 from paceline.train.loop import build_run, run_rank
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_state import resume, save
@@ -102,7 +102,7 @@ def poison(rank: int, size: int, out: str) -> None:
     folder = RunFolder(Path(out))
     config = folder.config()
     run = build_run(config, folder, paceline.init(device="cpu"), prepare(config, folder.path))
-    resume(run)
+    resume(run, fresh=True)
     with torch.no_grad():
         run.net.norm.weight[0] = float("nan")
     run.resumed_at += 1
@@ -123,3 +123,33 @@ def test_gradients_that_stay_not_finite_end_the_run_after_a_checkpoint(procs: Po
     assert (folder.checkpoints / "step-00000011").is_dir()
     assert len(list(folder.capsules.glob("*not-finite*"))) == 8, "of ten"
     assert [line["loss"] for line in folder.metrics() if line["step"] > 2] == [None] * 9
+
+
+def begun(rank: int, size: int, out: str, fresh: bool) -> int | None:
+    """At which step a rank of this run begins."""
+    folder = RunFolder(Path(out))
+    config = folder.config()
+    found = resume(build_run(config, folder, paceline.init(device="cpu"), prepare(config, folder.path)), fresh=fresh)
+    paceline.shutdown()
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_resume_says_where_a_run_begins_and_later_it_goes_on_from_what_it_has_saved(
+    procs: Pool, text: str, tmp_path: Path
+) -> None:
+    """As when all ranks of an elastic job were lost: nothing tells them that the run is not new but the generation."""
+    start = replace(CONFIG, data=text, out=str(tmp_path / "start"), eval_every=0)
+    trained(procs, 1, replace(start, steps=1))
+
+    def steps(run: str, asked: str) -> list[int | None]:
+        folder = RunFolder(tmp_path / run)
+        folder.config_file.write_text(to_toml(replace(folder.config(), resume=asked)))
+        return [procs(1).run(begun, str(folder.path), fresh)[0] for fresh in (True, False)]
+
+    trained(procs, 1, replace(start, steps=2, out=str(tmp_path / "own")))
+    RunFolder.prepare(replace(start, out=str(tmp_path / "unsaved"))).release()
+    assert steps("own", str(tmp_path / "start")) == [1, 2]
+    assert steps("unsaved", str(tmp_path / "start")) == [1, 1]
+    assert steps("own", "never") == [None, 2]
+    assert steps("unsaved", "never") == [None, None]

@@ -242,6 +242,16 @@ def test_patience_is_learned() -> None:
     assert slow.watchdog.patience_s() == pytest.approx(100.0, rel=0.1)
 
 
+def test_too_little_time_to_save_and_leave_is_said() -> None:
+    world = World(2)
+    assert world.watchdog.shortfall(30.0) == ""  # it is not known
+    world.run(12, step_s=45.0)
+    assert world.watchdog.shortfall(60.0) == ""
+    assert world.watchdog.shortfall(30.0).startswith(
+        "a step takes 45 s, and ranks have 30 s to end theirs, save and leave"
+    )
+
+
 def test_who_never_notes_is_never_suspected() -> None:
     assert World(timeout_s=1.0).wait(10_000) is None
 

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cli.train import job_of
+from paceline.launch.job import ElasticTerms
 from paceline.train.config import ConfigError, TrainConfig, build, from_toml, to_toml
 from paceline.train.sizes import SIZES
 
@@ -61,6 +63,18 @@ def test_ranks_that_cannot_be_cut_into_shards_are_refused() -> None:
         config.check_ranks(3)
     with pytest.raises(ConfigError, match="shard=2: placement='ddp' makes no shards"):
         TrainConfig(shard=2)
+
+
+def test_settings_of_the_job_are_those_of_paceline_run(tmp_path: Path) -> None:
+    job = job_of(TrainConfig(), 2, tmp_path)
+    assert (job.elastic, job.hang_timeout_s, job.shutdown_timeout_s) == (None, None, 30.0)
+    given = TrainConfig(min_ranks=1, max_losses=3, recovery_timeout=5.0, hang_timeout=0.0, shutdown_timeout=9.0)
+    job = job_of(given, 2, tmp_path)
+    assert job.elastic == ElasticTerms(minimum=1, maximum=2, max_losses=3, recovery_s=5.0)
+    assert (job.hang_timeout_s, job.shutdown_timeout_s) == (0.0, 9.0)
+    assert job_of(TrainConfig(min_ranks=1), 2, tmp_path).elastic == ElasticTerms(minimum=1, maximum=2)
+    with pytest.raises(ConfigError, match="max_losses=3 and min_ranks=0: .* only with --min-ranks"):
+        TrainConfig(max_losses=3).check_ranks(2)
 
 
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ class Drift:
         return f"replicas have drifted apart at step {self.step}: {self.differences}. {advice}"
 
     def error(self) -> ReplicaDrift:
-        return ReplicaDrift(self.text, ranks=self.ranks, tensor=self.tensors[0].name, step=self.step)
+        known = self.healable and len(self.ranks) < self.size  # then there is one that is wrong in nothing
+        return ReplicaDrift(self.text, ranks=self.ranks, known=known, tensor=self.tensors[0].name, step=self.step)
 
     def text_of_healed(self, trust: int | None) -> str:
         """What happened, and what was done: `trust` was asked where there was no majority."""
@@ -213,6 +214,7 @@ def heal(
                 f"not keep what is written. Take the machine of {ranks_text(drift.ranks)} out of the job "
                 f"and restart from a checkpoint",
                 ranks=drift.ranks,
+                known=drift.healable,
                 tensor=tensor.name,
                 step=drift.step,
             )

@@ -32,6 +32,7 @@ from paceline.checkpoint.state import MODEL, STATE, HostCopy, TrainingState, cap
 from paceline.checkpoint.writer import BackgroundWrite
 from paceline.collectives.checked import named_barrier
 from paceline.errors import UsageError
+from paceline.in_use import uses
 from paceline.progress import Phase, own_progress
 
 logger = logging.getLogger("paceline")
@@ -117,6 +118,7 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`. All ranks call it in every step; the clock of rank 0 decides for all."""
+        uses.tell(self)
         if self._every_steps is not None and step > 0 and step % self._every_steps == 0:
             return True
         if self._every_seconds is None:
@@ -234,6 +236,7 @@ class Checkpointer:
     @contextmanager
     def _together(self, call: str, phase: Phase = Phase.CHECKPOINT) -> Iterator[None]:
         """Inside, all ranks are in the same call, and the launcher knows that a checkpoint may take long."""
+        uses.tell(self)
         with own_progress().during(phase):
             named_barrier(call, group=self._group, timeout=self._timeout)
             yield

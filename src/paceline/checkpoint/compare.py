@@ -58,8 +58,9 @@ def compare(
             in_world = tuple(tuple(piece.holders[rank] for rank in some) for some in groups)
             found.setdefault(piece.name, TensorDrift(piece.name, at, in_world))
     drift = Drift(step, len(rows), len({piece.name for piece in pieces}), tuple(found.values()), None)
+    error = drift.error()
     raise ReplicaDrift(
-        f"step {step} is not saved: {drift.text}", ranks=drift.ranks, tensor=drift.tensors[0].name, step=step
+        f"step {step} is not saved: {error}", ranks=error.ranks, known=error.known, tensor=error.tensor, step=step
     )
 
 

@@ -4,7 +4,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from paceline.checkpoint.ranks import OptionalGroup, rank_and_size
 from paceline.collectives.checked import all_reduce
 from paceline.errors import IllegalMove, UsageError
+from paceline.member import in_elastic_job
 
 
 class Cadence:
@@ -76,6 +77,9 @@ class Preemption:
     `asked` says whether this rank got a signal, and `signals` which; the process continues. `agreed()` is called by all
     ranks in every step and says, the same on all, whether any of them got one. The ranks communicate at least once
     every `within` seconds (0: in every call). Earlier handlers are called too, and restored by `close()`.
+
+    In an elastic job it is declared, `paceline.Elastic(preemption=preemption, ...)`: then the question travels with the
+    steps that ranks make anyway, `agreed()` communicates nothing, and ranks that have just joined know the answer too.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Preemption:
         self.signals: list[int] = []
         self._cadence = Cadence(within, group)
         self._agreed = False
+        self._carried: Callable[[], None] | None = None  # tells all ranks of a signal, in the place of the cadence
         self._earlier: dict[int, Any] = {}
         for number in signals:
             self._earlier[number] = signal.signal(number, self._on_signal)
@@ -103,9 +108,23 @@ class Preemption:
 
     def agreed(self) -> bool:
         """Whether any rank was asked. All ranks call it, in every step."""
-        if not self._agreed:
-            self._agreed = bool(self._cadence.ask(self.asked))
+        if self._agreed or self._carried is not None:
+            return self._agreed
+        if in_elastic_job():
+            raise UsageError(
+                "this Preemption was not declared to paceline.Elastic, so ranks that are new would ask when the others "
+                "do not: pass it, as in Elastic(model=model, preemption=preemption, ...)"
+            )
+        self._agreed = bool(self._cadence.ask(self.asked))
         return self._agreed
+
+    def carry(self, ask: Callable[[], None]) -> None:
+        """From here on `ask` tells all ranks that this one got a signal, and `hear` what they have agreed on."""
+        self._carried = ask
+
+    def hear(self, agreed: bool) -> None:
+        """What all ranks know. They do not forget it."""
+        self._agreed = self._agreed or agreed
 
     def follow_group(self) -> None:
         """The world has changed. All ranks call it."""
@@ -128,6 +147,8 @@ class Preemption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
+        if self._carried is not None:
+            self._carried()
         earlier = self._earlier.get(number)
         if callable(earlier):
             earlier(number, frame)

@@ -4,12 +4,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.options import command_for
 from paceline.train.config import NOT_FINITE_EXIT, TrainConfig, build, from_toml, to_toml
+
+if TYPE_CHECKING:
+    from paceline.faults.fault import Fault
+    from paceline.launch import Job
 
 ABOUT = """Train a GPT from scratch on several ranks of this machine, with no download.
 
@@ -52,8 +56,7 @@ def start(config: TrainConfig, faults: tuple[str, ...] = (), engine: str = "loca
     from paceline.cli.engines import open_engine
     from paceline.cli.train_output import open_output, print_summary
     from paceline.faults.fault import asked_for
-    from paceline.launch import Job, gpu_count, supervise
-    from paceline.launch.job import ElasticTerms
+    from paceline.launch import gpu_count, supervise
     from paceline.train.corpus import find_files
     from paceline.train.run_folder import RunFolder
     from paceline.train.trackers import check_installed
@@ -65,21 +68,37 @@ def start(config: TrainConfig, faults: tuple[str, ...] = (), engine: str = "loca
     config.check_ranks(ranks)
     config = config.settled(on_gpu=gpus > 0)
     folder = RunFolder.prepare(config)
-    elastic = None
-    if config.min_ranks:
-        elastic = ElasticTerms(minimum=config.min_ranks, maximum=ranks, spares=config.spares)
-    job = Job(
-        command=(sys.executable, "-m", "paceline.train", str(folder.path)),
-        ranks=ranks,
-        elastic=elastic,
-        run_dir=folder.path,
-        max_restarts=config.max_restarts,
-        final_codes=frozenset({2, NOT_FINITE_EXIT}),  # what a rank refuses it would refuse again
-        faults=asked_for(os.environ, faults),
-    )
+    job = job_of(config, ranks, folder.path, asked_for(os.environ, faults))
     with open_output(config, ranks, folder) as output, open_engine(engine, job, output.note) as where:
         outcome = supervise(job, output, where)
     if outcome.exit_code:
         output.show_failure(outcome)
         return outcome.exit_code
     return print_summary(folder)
+
+
+def job_of(config: TrainConfig, ranks: int, folder: Path, faults: "tuple[Fault, ...]" = ()) -> "Job":
+    """The job of a run in `folder`."""
+    from paceline.launch import Job
+    from paceline.launch.job import ElasticTerms
+
+    elastic = None
+    if config.min_ranks:
+        elastic = ElasticTerms(
+            minimum=config.min_ranks,
+            maximum=ranks,
+            spares=config.spares,
+            max_losses=None if config.max_losses < 0 else config.max_losses,
+            recovery_s=config.recovery_timeout,
+        )
+    return Job(
+        command=(sys.executable, "-m", "paceline.train", str(folder)),
+        ranks=ranks,
+        elastic=elastic,
+        run_dir=folder,
+        max_restarts=config.max_restarts,
+        hang_timeout_s=None if config.hang_timeout < 0 else config.hang_timeout,
+        shutdown_timeout_s=config.shutdown_timeout,
+        final_codes=frozenset({2, NOT_FINITE_EXIT}),  # what a rank refuses it would refuse again
+        faults=faults,
+    )

@@ -23,6 +23,7 @@ from paceline.data.sample_log import SampleLog, SampleLogEntry
 from paceline.data.stream import StreamSource
 from paceline.data.workers import WorkerGuard
 from paceline.errors import IllegalMove, UsageError
+from paceline.in_use import uses
 from paceline.randomness import mixed
 
 Batch = TypeVar("Batch")
@@ -119,7 +120,10 @@ class Loader(Generic[Batch]):
         self._check = check
         self._step = 0
         self._reached = self._committed = Cursor(operator.index(seed))
-        self._uncommitted: list[SampleLogEntry] = []  # one for each batch that was handed out, without a step
+        self._uncommitted: list[
+            SampleLogEntry
+        ] = []  # of each batch that was handed out; with a step if it is in the log
+        self._step_ahead: int | None = None  # of which batches are handed out, if their entries are written at once
         self._iteration = 0  # the number of the one that is running
         self._moves = 0  # how often the position was set
         self._agreed = False  # ranks have compared where they stand
@@ -164,9 +168,13 @@ class Loader(Generic[Batch]):
         self._agree()
         begun = self._reached
         for window in self._source.windows(begun, self._workers):
+            uses.tell(self)
             self._look_at_first(window.batch)
             self._reached = Cursor(begun.seed, begun.epoch, window.stop)
-            taken = SampleLogEntry(0, self._settings.rank, begun.epoch, window.start, window.stop, tuple(window.ids))
+            ids, ahead = tuple(window.ids), self._step_ahead or 0
+            taken = SampleLogEntry(ahead, self._settings.rank, begun.epoch, window.start, window.stop, ids)
+            if ahead and self._sample_log is not None:
+                self._sample_log.record(taken)
             self._uncommitted.append(taken)
             if not self._manual:
                 self._settle(None)
@@ -190,6 +198,12 @@ class Loader(Generic[Batch]):
         """Count all batches that were handed out until now as trained on. `step` is its number in the sample log."""
         self._manual = True
         self._settle(step)
+
+    def begin_step(self, step: int | None) -> None:
+        """What is handed out from here on is for this step, and is in the sample log at once: a rank that is killed
+        when others have its part in their sums, and before its own commit, can write no more. A step that nobody
+        commits is undone by the session that follows. None: the log gets what was committed, as without this."""
+        self._step_ahead = step
 
     def commit_on(self, optimizer: Optimizer) -> Any:
         """Call `commit` after every step of `optimizer`. Returns the handle whose `remove()` ends that."""
@@ -269,7 +283,8 @@ class Loader(Generic[Batch]):
         if self._uncommitted or step is not None:
             self._step = self._step + 1 if step is None else step
         if self._sample_log is not None:
-            for _, group in groupby(self._uncommitted, key=lambda taken: taken.epoch):
+            unwritten = [taken for taken in self._uncommitted if not taken.step]
+            for _, group in groupby(unwritten, key=lambda taken: taken.epoch):
                 part = list(group)
                 ids = tuple(index for taken in part for index in taken.ids)
                 self._sample_log.record(replace(part[0], step=self._step, stop=part[-1].stop, ids=ids))

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 from paceline.data.cursor import SAMPLER_FIELDS, check_integer, check_state
 from paceline.data.rank_checks import rank_and_size
 from paceline.errors import UsageError
+from paceline.in_use import uses
 
 T_co = TypeVar("T_co", covariant=True)
 _CHUNK = 1 << 16  # how many indices are Python integers at a time
@@ -64,7 +65,9 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         self._move(self._committed)
         own = self._rest()[self.rank :: self.num_replicas]
         for chunk in own.split(_CHUNK):
-            yield from chunk.tolist()
+            for index in chunk.tolist():
+                uses.tell(self)
+                yield index
         self._exhausted = True
 
     def __len__(self) -> int:
@@ -84,6 +87,7 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
 
         Only the training loop can count: a DataLoader draws indices ahead of what the loop has received.
         """
+        uses.tell(self)
         check_integer("samples", samples, lowest=0)
         self._committed += operator.index(samples) * self.num_replicas
 

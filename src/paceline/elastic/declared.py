@@ -134,6 +134,12 @@ class Declared:
                 # What unscale_() has noted of gradients that are gone; load_state_dict() does not touch it.
                 thing._per_optimizer_states.clear()
 
+    def begin_step(self, step: int | None) -> None:
+        """What is read from here on is for this step; None: for none."""
+        for thing in self.things.values():
+            if isinstance(thing, Loader):
+                thing.begin_step(step)
+
     def commit(self, step: int) -> None:
         """What was read is counted as trained on."""
         for thing in self.things.values():

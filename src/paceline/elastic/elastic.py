@@ -20,13 +20,14 @@ from paceline.elastic.deferred_signals import DeferredSignals
 from paceline.elastic.generations import Generations, in_one_line
 from paceline.elastic.joining import Joining
 from paceline.elastic.losses import Answer, answer, describe_loss
-from paceline.elastic.regroup import ask_regroup, asked_regroup
+from paceline.elastic.step_votes import PreemptionVotes, ask_all, was_asked
 from paceline.elastic.transaction import StepMark, Transaction
-from paceline.elastic.undeclared import UndeclaredReplicas, UpdateWatch
+from paceline.elastic.undeclared import UndeclaredReplicas, UndeclaredUses, UpdateWatch
 from paceline.errors import PeerLost, WorldNotFormed
 from paceline.member import Member
 from paceline.member_messages import MemberFinished
 from paceline.progress import Phase, own_progress
+from paceline.reducer.report import Vote
 from paceline.replica.membership import discard
 
 logger = logging.getLogger("paceline")
@@ -71,27 +72,32 @@ class Elastic:
         scheduler: Any = None,
         loader: Any = None,
         checkpoints: Checkpointer | None = None,
-        begin: Callable[[], int | None] | None = None,
+        begin: Callable[[bool], int | None] | None = None,
         backend: str | None = None,
         **more: Any,
     ) -> None:
-        """`begin` is called by all ranks together when none of them has a state, at the start and after all were torn:
-        it loads one and returns its step, or None. Left out, that is the newest of `checkpoints`. `backend` is that of
-        the process group of each generation; None: gloo, and NCCL for tensors on a CUDA device."""
+        """`begin` is called by all ranks together when none of them has a state: with True when nobody has trained yet,
+        with False after all were lost or torn. It loads a state and returns its step, or None. Left out, that is the
+        newest of `checkpoints`. `backend` is that of the process group of each generation; None: gloo, and NCCL for
+        tensors on a CUDA device."""
         things = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, **more}
         self._declared = Declared({**things, "checkpoints": checkpoints})
         self._transaction = Transaction()
         self._before = BeforeAttempt(self._declared.modules, self._declared.device)
         self._strangers = UndeclaredReplicas(self._declared.replicas)
+        self._uses = UndeclaredUses(self._declared.things.values())
         self._regroups = False  # members wait to join: this generation ends with the attempt
         self._apart = False  # an error of the script has ended this rank's part in its generation
         if begin is None and checkpoints is not None:
             begin = partial(_load_newest, checkpoints, self._declared)
         member = Member.own()
         self._generations = None if member is None else Generations(member, backend, self._declared.device)
-        self._joining = Joining(self._declared, self._transaction, self._before, begin, self._generations)
+        self._preemption = None if member is None else PreemptionVotes(self._declared)
+        self._joining = Joining(
+            self._declared, self._transaction, self._before, begin, self._generations, self._preemption
+        )
         self._group = self._joining.begin()
-        self._updates = UpdateWatch(self._transaction, self._declared.optimizers)
+        self._updates = UpdateWatch(self._transaction, self._declared.things.values())
 
     @property
     def step(self) -> int:
@@ -133,6 +139,7 @@ class Elastic:
             self._generations.member.send(MemberFinished(self._generations.number, self.step))
             self._generations.close()
         self._updates.close()
+        self._declared.begin_step(None)
 
     # ---- an attempt
 
@@ -144,10 +151,15 @@ class Elastic:
         self._before.keep()
         self._strangers.note()
         if self._generations is not None and self._generations.wants_regroup:
-            ask_regroup(self._declared.replicas)
+            ask_all(self._declared.replicas, Vote.REGROUP)
+        if self._preemption is not None:
+            self._preemption.ask()
+        self._declared.begin_step(self.step + 1)
+        self._uses.begin()
 
     def _end_attempt(self, error: BaseException | None) -> bool:
         """The attempt was left, by `error` or without one. Returns whether the error is dealt with."""
+        self._uses.end()
         generations = self._generations
         if error is None:
             self._transaction.end_attempt()
@@ -161,8 +173,10 @@ class Elastic:
         if found is not Answer.RAISE:
             step, mark = self.step, self._transaction.mark
             self._drop(discards=True)
-            logger.warning("%s", describe_loss(error, step, mark))
-            self._join(f"raised {in_one_line(error)}" if found is Answer.TRY_AGAIN else "")
+            logger.warning("%s", describe_loss(error, step, mark, found))
+            if found is Answer.GO_BACK:
+                self._transaction.tear()
+            self._join("" if found is Answer.GO_ON else f"raised {in_one_line(error)}")
             return True
         self._drop(discards=True)
         if isinstance(error, Exception):
@@ -213,7 +227,9 @@ class Elastic:
         own_progress().note(Phase.BETWEEN, self.step)
         if (generations := self._generations) is not None:
             alone = self._group is not None and self._group.size == 1
-            self._regroups = generations.wants_regroup if alone else asked_regroup(self._declared.replicas)
+            self._regroups = generations.wants_regroup if alone else was_asked(self._declared.replicas, Vote.REGROUP)
+            if self._preemption is not None and self._group is not None:
+                self._preemption.read(self._group)
 
 
 class StepAttempt:
@@ -257,7 +273,7 @@ class Commit:
             self._signals.end()
 
 
-def _load_newest(checkpoints: Checkpointer, declared: Declared) -> int | None:
+def _load_newest(checkpoints: Checkpointer, declared: Declared, _: bool) -> int | None:
     """The step of the newest checkpoint, which was loaded; None if there is none."""
     try:
         return checkpoints.load("compared", **declared.stateful).step

@@ -12,6 +12,7 @@ from paceline.elastic.generations import Generations
 from paceline.elastic.healing import Standing, check, check_parameters, compare_declared, receive
 from paceline.elastic.losses import LOSSES
 from paceline.elastic.split_state import SplitState
+from paceline.elastic.step_votes import PreemptionVotes
 from paceline.elastic.transaction import Transaction
 from paceline.errors import WorldNotFormed
 from paceline.member_messages import NEVER, Generation, MemberReady
@@ -31,14 +32,16 @@ class Joining:
         declared: Declared,
         transaction: Transaction,
         before: BeforeAttempt,
-        begin: Callable[[], int | None] | None,
+        begin: Callable[[bool], int | None] | None,
         generations: Generations | None,
+        preemption: PreemptionVotes | None,
     ) -> None:
         self._declared = declared
         self._transaction = transaction
         self._before = before
         self._begin = begin
         self._generations = generations
+        self._preemption = preemption
         # What this rank has made of itself, until the first generation has a state: one that forms in vain may have
         # taken it apart already.
         self._initial: dict[str, SplitState] | None = None
@@ -49,7 +52,7 @@ class Joining:
         if self._generations is not None:
             self._check()
             return self.join()
-        if not self._take_newest():
+        if not self._take_newest(fresh=True):
             self._transaction.take(0)
         return None
 
@@ -111,9 +114,11 @@ class Joining:
         sources = [generation.rank_of(member) for member in generation.sources]
         own = self._standing(generation, group, sources)
         stands = compare_declared(group, declared, own)
+        if self._preemption is not None:
+            self._preemption.meet(group)
         if generation.fresh and self._initial is None:
             self._initial = declared.state()
-        if (generation.fresh or not sources) and self._take_newest():
+        if (generation.fresh or not sources) and self._take_newest(fresh=generation.fresh):
             self._tell_what_is_lost_with_a_rank(group)
             return
         if not sources:
@@ -167,13 +172,13 @@ class Joining:
             + (", or have every shard on two ranks, by shard= or copies=" if lost else "")
         )
 
-    def _take_newest(self) -> bool:
-        """Go on from what was stored, if anything was. All ranks call it."""
+    def _take_newest(self, *, fresh: bool) -> bool:
+        """Go on from what was stored, if anything was. All ranks call it. `fresh`: nobody has trained yet."""
         if self._begin is None:
             return False
         self._transaction.tear()
         self._declared.take_up_cut()  # which is loaded into
-        step = self._begin()
+        step = self._begin(fresh)
         if step is None:
             return False
         self._go_on(step)

@@ -16,6 +16,7 @@ from paceline.errors import (
     PacelineError,
     PeerAbsent,
     PeerLost,
+    ReplicaDrift,
     WrongGradients,
 )
 
@@ -28,6 +29,7 @@ class Answer(Enum):
 
     GO_ON = auto()  # without those that are gone
     TRY_AGAIN = auto()  # with the same ranks; the launcher counts how often
+    GO_BACK = auto()  # with the same ranks, of whose states none can be trusted; the launcher counts that, too
     RAISE = auto()  # it is the error of this rank
 
 
@@ -35,10 +37,10 @@ def answer(error: BaseException, rank: int, generations: Generations) -> Answer:
     """What is to be done about an error, by the rank that has this number in its generation."""
     if isinstance(error, MessageDamaged):
         return Answer.TRY_AGAIN
-    if isinstance(error, WrongGradients):  # all ranks have it; those that compute wrong leave, and are replaced
-        if not error.known:
-            return Answer.TRY_AGAIN
-        return Answer.RAISE if rank in error.ranks else Answer.GO_ON
+    if isinstance(error, WrongGradients | ReplicaDrift):  # all ranks have it; those at fault leave, and are replaced
+        if error.known:
+            return Answer.RAISE if rank in error.ranks else Answer.GO_ON
+        return Answer.TRY_AGAIN if isinstance(error, WrongGradients) else Answer.GO_BACK
     return Answer.GO_ON if _follows_loss(error, generations) else Answer.RAISE
 
 
@@ -57,8 +59,10 @@ def _follows_loss(error: BaseException, generations: Generations) -> bool:
     return generations.over
 
 
-def describe_loss(error: BaseException, step: int, mark: StepMark) -> str:
-    """One line on what has ended an attempt of `step`, in which this rank stood at `mark`."""
+def describe_loss(error: BaseException, step: int, mark: StepMark, found: Answer) -> str:
+    """One line on what has ended an attempt of `step`, in which this rank stood at `mark`, and what comes of it."""
+    if found is Answer.GO_BACK:
+        return f"{type(error).__name__}: {error}; no rank is known to be right, so all go back to the newest checkpoint"
     after = {
         StepMark.ATTEMPTING: f"step {step} is dropped and made again",
         StepMark.WHOLE: f"{step} steps were committed before that",

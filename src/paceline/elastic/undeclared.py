@@ -1,11 +1,14 @@
-"""What a script trains and has not declared would be lost, or updated twice, when a rank goes on from the state of
-another. It is refused when it is found: an optimizer before its update, a replica before the commit.
+"""What a script trains or uses and has not declared would be lost, or updated twice, when a rank goes on from the state
+of another. It is refused when it is found: an optimizer and its GradScaler before the update, a replica before the
+commit, and what deals samples or saves in the line that uses it.
 """
 
+import sys
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -13,17 +16,23 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from paceline.checkpoint import Checkpointer
+from paceline.data.loader import Loader
 from paceline.elastic.transaction import StepMark, Transaction
 from paceline.errors import IllegalMove, UsageError
+from paceline.in_use import uses
 from paceline.replica.live import all_replicas
+
+# Between an optimizer's hook and the scaler that has called its step(): torch's wrappers, a scheduler's, and ours.
+CALLERS = 12
 
 
 class UpdateWatch:
     """Looks at every optimizer step of this process: it belongs inside `commit()`, by an optimizer that is declared."""
 
-    def __init__(self, transaction: Transaction, optimizers: Collection[Optimizer]) -> None:
+    def __init__(self, transaction: Transaction, things: Collection[Any]) -> None:
         self._transaction = transaction
-        self._declared = {id(optimizer) for optimizer in optimizers}
+        self._declared = {id(thing) for thing in things}
         self._stepping = 0  # an optimizer may step inside another's step, which is the one that was declared
         own = weakref.ref(self)
 
@@ -61,6 +70,12 @@ class UpdateWatch:
                 f"{type(optimizer).__name__}.step() was called outside of `with run.commit():`, so it would not be "
                 f"known whether step {self._transaction.step} was made: call it there, as scheduler.step()"
             )
+        elif (scaler := _scaler_of_step()) is not None and id(scaler) not in self._declared:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() was called by a {type(scaler).__name__} that paceline.Elastic does "
+                f"not know of, so a rank that is new would scale its losses by another number: declare it, as in "
+                f"Elastic(model=model, optimizer=optimizer, scaler=scaler)"
+            )
         self._stepping += 1
 
 
@@ -92,3 +107,45 @@ class UndeclaredReplicas:
 
     def _others(self) -> list[Any]:
         return [one for one in all_replicas() if not any(one is known for known in self._declared)]
+
+
+class UndeclaredUses:
+    """Refuses what deals samples or saves inside an attempt beside what was declared."""
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self._declared = {id(thing) for thing in things}
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        uses.add(self._check)
+
+    def end(self) -> None:
+        """It was left, in whatever way."""
+        uses.remove(self._check)
+
+    def _check(self, thing: object) -> None:
+        if id(thing) in self._declared:
+            return
+        name, lacks = "sampler", "deal other samples"
+        if isinstance(thing, Loader):
+            name = "loader"
+        elif isinstance(thing, Checkpointer):
+            name, lacks = "checkpoints", "save together with ranks that are gone"
+        raise UsageError(
+            f"a {type(thing).__name__} is used in an attempt that paceline.Elastic does not know of, so when ranks "
+            f"come or go it would {lacks}: declare it, as in Elastic(model=model, optimizer=optimizer, {name}={name})"
+        )
+
+
+def _scaler_of_step() -> GradScaler | None:
+    """The scaler whose step() calls the optimizer's step() that is about to run; None if none does. torch has no hook
+    for it, so it is looked for among the callers."""
+    frame = sys._getframe(1)
+    for _ in range(CALLERS):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if frame.f_code is GradScaler.step.__code__:
+            scaler: GradScaler = frame.f_locals["self"]
+            return scaler if scaler.is_enabled() else None
+    return None

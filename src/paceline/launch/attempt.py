@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 
 from paceline.launch.failure import End
-from paceline.launch.job import INTERRUPT_EXIT, Job, JobFailure, JobOutcome, Listener
+from paceline.launch.job import INTERRUPT_EXIT, STOPPED_EXIT, Job, JobFailure, JobOutcome, Listener
 from paceline.launch.one_by_one import OneByOne
 from paceline.launch.policy import AllOrNothing, Policy
 from paceline.launch.rank_engine import RankEngine
@@ -58,6 +58,7 @@ class Attempt:
         self._kill_at: float | None = None
         self._kill_one_at: dict[RankSlot, float] = {}
         self._signal = 0
+        self._passed_on = 0  # the last signal that ended nothing
 
     def run(self) -> JobOutcome:
         """Start what the policy starts and stay until the last one has exited; nothing of them is left then."""
@@ -121,6 +122,16 @@ class Attempt:
         """The step that a process has noted last."""
         return self._board.read(rank).step
 
+    def has_begun(self, rank: int) -> bool:
+        """Whether a process has noted that it trains, and not only that it starts, or waits for others."""
+        return self._board.read(rank).phase not in (Phase.STARTING, Phase.IDLE, Phase.WAITING, Phase.DONE)
+
+    def pass_on(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal that ends nothing to some processes, or to all of them."""
+        for rank in [None] if ranks is None else ranks:
+            self._processes.signal(number, rank)
+        self._passed_on = number
+
     def end(self, rank: int, now: float, within_s: float) -> None:
         """Ask one process to end, and kill it after a while."""
         slot = self._slots[rank]
@@ -148,7 +159,7 @@ class Attempt:
     def _note_stopping(self, now: float) -> None:
         if self._stopping_since is None:
             self._stopping_since = now
-            self._policy.stopping()
+            self._policy.stopping(now)
 
     # The loop ------------------------------------------------------------------------------------------------------
 
@@ -167,8 +178,7 @@ class Attempt:
             slot.tell()
         while (number := self._signals.next()) is not None:
             self._on_signal(number, now)
-        if self._stopping_since is None:
-            self._policy.tick(now)
+        self._policy.tick(now)
         if self._stopping_since is None and now >= self._watch_at:
             self._watch_at = now + WATCH_EVERY_S
             self._look_for_hangs(now)
@@ -256,12 +266,13 @@ class Attempt:
         raised_at = slot.err.traceback_at
         # A rank that was already failing when it was asked to exit has failed by itself.
         by_itself = raised_at is not None and not killed and (stopping is None or raised_at < stopping)
+        leaves = event.code == STOPPED_EXIT  # its scheduler may have told it, and not this launcher
         slot.end = end = End(
             rank=slot.rank,
             at=raised_at if by_itself and raised_at is not None else now,
             code=event.code,
             killed_by=killed,
-            asked=stopping is not None and not by_itself,
+            asked=(stopping is not None or leaves) and not by_itself,
             never=event.never,
             out_of_memory=event.out_of_memory,
             lost=event.lost,
@@ -274,11 +285,13 @@ class Attempt:
     def _on_signal(self, number: int, now: float) -> None:
         """A signal came to the launcher."""
         if number == signal.SIGUSR1:
-            self._processes.signal(number)
+            self._policy.notified(number)
         elif number == signal.SIGINT and self._signal == signal.SIGINT:
             self._kill_at = now
         else:
             self._signal = self._signal or number
+            if number != signal.SIGINT and (said := self._watch.shortfall(self._job.shutdown_timeout_s)):
+                self.listener.note(said)
             self.stop(now, number)
 
     def _look_for_hangs(self, now: float) -> None:
@@ -304,4 +317,6 @@ class Attempt:
             return JobOutcome(failure.exit_code, failure, signal=name, final=self._policy.is_final)
         # Ranks that obeyed a signal have not failed, but the job may not have done its work.
         counted = self._policy.count(ends)
+        if not name and any(end.asked and end.exit_code == STOPPED_EXIT for end in counted):
+            name = signal.Signals(self._passed_on or signal.SIGTERM).name
         return JobOutcome(next((end.exit_code for end in counted if end.exit_code), 0), signal=name)

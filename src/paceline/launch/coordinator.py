@@ -5,15 +5,18 @@
     FORMING    the members know their ranks, connect, and take the state of one of them
     WORKING    all have formed it
     FINISHING  a member has passed the last barrier; nobody is replaced any more
-    OVER       given up, or stopped
+    OVER       given up, or stopped: whoever waits for a generation is refused one
 
 It is told what members say and how they end, and returns what is to be done. A generation never has a dead member when
 it is announced, and none is announced while a living member of the one before may still be in it.
+
+A job that is stopped from outside goes on through these stages with the ranks that it has, because they can save only
+together: whoever comes out of the last generation meets in another, even below the minimum. Nobody is started or
+admitted any more.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from paceline.errors import IllegalMove
 from paceline.launch.elastic_actions import (
@@ -32,6 +35,7 @@ from paceline.launch.job import ElasticTerms
 from paceline.launch.lines import name_ranks
 from paceline.launch.next_generation import choose_members, next_generation, world_sizes
 from paceline.launch.retries import Retries
+from paceline.launch.stage import LEGAL, Stage
 from paceline.member_messages import (
     NEVER,
     Finished,
@@ -43,6 +47,7 @@ from paceline.member_messages import (
     MemberLeft,
     MemberReady,
     MemberStore,
+    Refused,
     Regroup,
     StoreAt,
 )
@@ -55,25 +60,8 @@ REGROUP_S = 5.0
 SAY_SHORT_S = 1.0
 # For so long a survivor may be busy with its step before it is said that it is waited for.
 SAY_AFTER_S = 10.0
-
-
-class Stage(Enum):
-    FOUNDING = auto()
-    GATHERING = auto()
-    FORMING = auto()
-    WORKING = auto()
-    FINISHING = auto()
-    OVER = auto()
-
-
-LEGAL = {
-    Stage.FOUNDING: {Stage.FORMING, Stage.OVER},
-    Stage.GATHERING: {Stage.FORMING, Stage.FINISHING, Stage.OVER},
-    Stage.FORMING: {Stage.GATHERING, Stage.WORKING, Stage.OVER},
-    Stage.WORKING: {Stage.GATHERING, Stage.FINISHING, Stage.OVER},
-    Stage.FINISHING: {Stage.OVER},
-    Stage.OVER: set[Stage](),
-}
+STOPPING = "the job was asked to end, so no rank is admitted any more"
+NOTHING_WHOLE = "the job was asked to end, and no rank that is left has the whole state of a step"
 
 
 @dataclass
@@ -114,6 +102,8 @@ class Coordinator:
         self._short_since: float | None = None
         self._said: set[str] = set()  # what was said about the present wait
         self._stillborn = 0  # how many processes in a row have ended before they had waited for a generation
+        self._stopping = False
+        self._refusal = ""  # what those are told who wait for a generation when none is formed any more
 
     # Events -----------------------------------------------------------------------------------------------------------
 
@@ -125,8 +115,10 @@ class Coordinator:
     def said(self, member: int, message: FromMember, now: float) -> list[Action]:
         """A member has said something. From the dead, or about a generation that is over, it changes nothing."""
         living = self._living.get(member)
-        if living is None or self.stage in (Stage.FINISHING, Stage.OVER):
+        if living is None or self.stage is Stage.FINISHING:
             return []
+        if self.stage is Stage.OVER:
+            return [Tell(member, Refused(self._refusal))] if isinstance(message, MemberReady) else []
         if isinstance(message, MemberReady):
             return list(self._on_ready(living, message, now))
         generation = self.generation
@@ -151,10 +143,12 @@ class Coordinator:
         """Time has passed."""
         return list(self._on_tick(now))
 
-    def stop(self) -> None:
+    def stop(self, now: float) -> list[Action]:
         """The job is ended from outside."""
-        if self.stage is not Stage.OVER:
-            self._go(Stage.OVER)
+        if self._stopping or self.stage is Stage.OVER:
+            return []
+        self._stopping = True
+        return list(self._on_stop(now))
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -167,6 +161,9 @@ class Coordinator:
         seated = living.member in self._seats
         if seated and self.generation is not None and message.was != self.generation.number:
             return  # said before it knew of this generation
+        if self._stopping and not seated:
+            yield Tell(living.member, Refused(STOPPING))
+            return
         living.ready, living.joined, living.failed = message, True, None
         self._stillborn = 0
         if seated:
@@ -206,7 +203,7 @@ class Coordinator:
             yield from self._leave(living.member, cause, now)
         if self._is_too_many():
             yield self._give_up_losses()
-        elif self._retries.is_hopeless(message.generation, message.step, cause):
+        elif not self._stopping and self._retries.is_hopeless(message.generation, message.step, cause):
             yield self._give_up_step(living, message.step, cause)
         else:
             yield from self._go_on(now)
@@ -228,10 +225,11 @@ class Coordinator:
             yield from self._replace(living, how)
             yield from self._go_on(now)
             return
-        yield self._note_loss(living, how.step, how.cause)
+        if not how.asked:
+            yield self._note_loss(living, how.step, how.cause)
         if living.member in self._seats:
             yield from self._leave(living.member, how.cause, now)
-        counts = living.generation != NEVER and not how.from_outside
+        counts = living.generation != NEVER and not how.from_outside and not self._stopping
         if self._is_too_many():
             yield self._give_up_losses()
         elif counts and self._retries.is_hopeless(living.generation, how.step, how.cause):
@@ -246,9 +244,11 @@ class Coordinator:
 
     def _is_too_many(self) -> bool:
         limit = self._terms.max_losses
-        return limit is not None and len(self.losses) > limit
+        return limit is not None and len(self.losses) > limit and not self._stopping
 
     def _replace(self, living: _Living, how: Departure) -> Iterator[Action]:
+        if self._stopping:
+            return
         if not living.joined and not how.from_outside:
             self._stillborn += 1
         if self._stillborn < STILLBORN:
@@ -280,7 +280,7 @@ class Coordinator:
         """Start the spares. They come when there is something to be spare for: the first generation needs the cores."""
         used = {living.slot for living in self._living.values()}
         for slot in range(self._terms.maximum, self._terms.maximum + self._terms.spares):
-            if slot not in used and self._stillborn < STILLBORN:
+            if slot not in used and self._stillborn < STILLBORN and not self._stopping:
                 yield self._spawn(slot)
 
     def _spawn(self, slot: int) -> Spawn:
@@ -294,6 +294,8 @@ class Coordinator:
         """Whatever can be done now."""
         if self.stage is Stage.WORKING:
             yield from self._ask_to_regroup(now)
+        elif self.stage is Stage.GATHERING and not self._seats and self._stopping:
+            yield from self._form_last(now)
         elif self.stage in (Stage.FOUNDING, Stage.GATHERING) and not self._seats:
             candidates, ready = self._candidates(), self._ready()
             members = choose_members(candidates, ready, self._terms.maximum)
@@ -324,6 +326,18 @@ class Coordinator:
         late = now - self._enough_since >= self._terms.patience_s
         return len(candidates) >= self._terms.maximum or late or not awaited
 
+    def _form_last(self, now: float) -> Iterator[Action]:
+        """The job is being stopped: those who have come out of the last generation meet, to save and leave together."""
+        assert self.generation is not None
+        ready = self._ready()
+        survivors = [member for member in self.generation.members if member in ready]
+        members = choose_members(survivors, ready, self._terms.maximum)
+        if not members or not next_generation(0, members, ready, self._ever_formed).sources:
+            yield from self._refuse_all(NOTHING_WHOLE)
+            return
+        yield from self._dismiss(set(survivors) - set(members))
+        yield from self._form(members, now)
+
     def _form(self, members: list[int], now: float) -> Iterator[Action]:
         before = self.generation
         number = 0 if before is None else before.number + 1
@@ -341,7 +355,12 @@ class Coordinator:
         assert self.generation is not None
         waiting, size = self._ready(), self.generation.size
         most = min(size + len(waiting), self._terms.maximum)
-        if waiting and self._quiet is None and world_sizes(next(iter(waiting.values())), size + 1, most):
+        if (
+            waiting
+            and not self._stopping
+            and self._quiet is None
+            and world_sizes(next(iter(waiting.values())), size + 1, most)
+        ):
             self._quiet, self._asked_at = [], now
             yield from self._tell_seats(Regroup(self.generation.number))
 
@@ -409,6 +428,29 @@ class Coordinator:
 
     # The end ----------------------------------------------------------------------------------------------------------
 
+    def _on_stop(self, now: float) -> Iterator[Action]:
+        if self.stage in (Stage.FOUNDING, Stage.FINISHING):
+            yield from self._refuse_all(STOPPING)
+            return
+        assert self.generation is not None
+        gathering = self.stage is Stage.GATHERING
+        survivors = set(self.generation.members) if gathering else set()
+        yield from self._dismiss(self._ready().keys() - survivors)
+        yield from self._go_on(now)
+
+    def _dismiss(self, members: Iterable[int]) -> Iterator[Action]:
+        """These have waited for a generation, and are in none any more."""
+        for member in sorted(members):
+            self._living[member].ready = None
+            yield Tell(member, Refused(STOPPING))
+
+    def _refuse_all(self, reason: str) -> Iterator[Action]:
+        """No generation is formed any more, of whoever comes."""
+        waiting, self._refusal = sorted(self._ready()), reason
+        self._seats.clear()
+        self._go(Stage.OVER)
+        yield from (Tell(member, Refused(reason)) for member in waiting)
+
     def _give_up_losses(self) -> GiveUp:
         return self._give_up(f"{_ranks(len(self.losses))} lost, and at most {self._terms.max_losses} may be")
 
@@ -420,6 +462,7 @@ class Coordinator:
         )
 
     def _give_up(self, reason: str, final: bool = False) -> GiveUp:
+        self._refusal = reason
         self._seats.clear()
         self._go(Stage.OVER)
         return GiveUp(reason, final)

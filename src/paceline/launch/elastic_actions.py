@@ -9,12 +9,14 @@ from paceline.member_messages import FromLauncher, Generation
 class Departure:
     """How the process of a member ended. `cause` continues "rank 1 "; `step` is the last one that it noted.
 
-    `from_outside` says that nothing it did can be the reason: somebody killed it.
+    `from_outside` says that nothing it did can be the reason: somebody killed it. `asked`: the whole job was asked to
+    end, and it did, so it was not lost.
     """
 
     cause: str
     step: int
     from_outside: bool = False
+    asked: bool = False
 
 
 @dataclass(frozen=True)

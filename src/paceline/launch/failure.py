@@ -8,7 +8,7 @@ from functools import cached_property
 
 from paceline.launch.job import WATCHDOG_EXIT, JobFailure
 from paceline.launch.lines import name_ranks
-from paceline.launch.tracebacks import Section, cut, last_traceback, thread_stack, wrapped
+from paceline.launch.tracebacks import Section, cut, last_traceback, main_stack, thread_stack, wrapped
 from paceline.launch.watchdog import Hang
 from paceline.process_status import signal_name
 
@@ -96,7 +96,7 @@ def cause_of(end: End) -> str:
 
 def _hang_failure(ends: Sequence[End], hang: Hang) -> JobFailure:
     ranks = hang.ranks
-    stack = next((found for end in ends if end.rank in ranks and (found := thread_stack(end.tail))), ())
+    stack = next((found for end in ends if end.rank in ranks and (found := main_stack(end.tail))), ())
     return JobFailure(
         ranks=ranks,
         exit_code=WATCHDOG_EXIT,

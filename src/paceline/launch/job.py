@@ -11,6 +11,8 @@ from paceline.launch.elastic_actions import Formed, Loss
 
 WATCHDOG_EXIT = 124
 INTERRUPT_EXIT = 130
+# A rank that was asked to stop, by whatever signal, has saved and leaves.
+STOPPED_EXIT = 143
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.launch.coordinator import Coordinator, Stage
+from paceline.launch.coordinator import Coordinator
 from paceline.launch.elastic_actions import (
     Action,
     Departure,
@@ -21,6 +21,8 @@ from paceline.launch.failure import End, cause_of, follows, root_cause
 from paceline.launch.job import ElasticTerms, JobFailure
 from paceline.launch.policy import BETTER_CAUSE_S, AllOrNothing, Supervisor
 from paceline.launch.reports import Mark
+from paceline.launch.stage import Stage
+from paceline.launch.tracebacks import main_stack, own_line
 from paceline.launch.watchdog import Hang
 from paceline.member_messages import NEVER, MemberFailed, Refused, from_member, to_line
 from paceline.phase import Phase
@@ -29,7 +31,9 @@ from paceline.phase import Phase
 DISMISS_S = 3.0
 # How long a process has to write where its threads are.
 ABORT_S = 5.0
-FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# What asks a process to end.
+ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+FROM_OUTSIDE = (signal.SIGKILL, *ASKS)
 
 
 class OneByOne:
@@ -47,6 +51,8 @@ class OneByOne:
         self._failing: set[int] = set()  # members that have said what their scripts raised, and are about to end
         self._given_up: GiveUp | None = None
         self._stop_at = 0.0
+        self._stopping = False
+        self._unsent: set[int] = set()  # signals that came when no rank could take them
 
     def begin(self, now: float) -> None:
         self._do(self._coordinator.start(now), now)
@@ -87,15 +93,25 @@ class OneByOne:
         self._supervisor.abort(fresh, now, ABORT_S)
 
     def tick(self, now: float) -> None:
+        self._pass_on()
         if self._plain is not None:
             self._plain.tick(now)
         elif self._given_up is None:
             self._do(self._coordinator.tick(now), now)
-        elif not self._failing or now >= self._stop_at:
+        elif not self._stopping and (not self._failing or now >= self._stop_at):
             self._supervisor.stop(now, signal.SIGTERM)
 
-    def stopping(self) -> None:
-        self._coordinator.stop()
+    def notified(self, number: int) -> None:
+        self._unsent.add(number)
+        self._pass_on()
+        if self._unsent:
+            self._supervisor.listener.note(f"{signal.Signals(number).name} waits until ranks work that can take it")
+
+    def stopping(self, now: float) -> None:
+        self._stopping = True
+        if self._plain is not None:
+            self._plain.stopping(now)
+        self._do(self._coordinator.stop(now), now)
 
     def count(self, ends: Sequence[End]) -> list[End]:
         if self._plain is not None or self._coordinator.generation is None:
@@ -122,6 +138,21 @@ class OneByOne:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _pass_on(self) -> None:
+        """Only to ranks of the generation that works: a process that starts, or waits to join, has no handler yet, and
+        would die of it. Before anyone has said to be a member, only to those that train: it may be any script."""
+        ready: list[int] = []
+        if not self._unsent:
+            return
+        if self._plain is not None:
+            ready = [slot for slot in self._members if self._supervisor.has_begun(slot)]
+        elif self._coordinator.stage is Stage.WORKING:
+            ready = sorted(self._slots[member] for member in self._coordinator.awaited)
+        if ready:
+            for number in sorted(self._unsent):
+                self._supervisor.pass_on(number, ready)
+            self._unsent.clear()
+
     def _become_elastic(self, now: float) -> None:
         if self._plain is not None:
             self._plain = None
@@ -132,11 +163,14 @@ class OneByOne:
         member = self._members[end.rank]
         self._failing.discard(member)
         hang = self._hung.get(member)
-        cause = cause_of(end) if hang is None else f"{hang.how}: {hang.reason}"
+        cause = cause_of(end) if hang is None else f"{hang.how}: {hang.reason}{_where(end)}"
         if end.exit_code == 0:
             cause = "exited with code 0, and had not come to Elastic.finish()"
         outside = end.killed_by in FROM_OUTSIDE and not end.out_of_memory and hang is None
-        how = Departure(cause, self._supervisor.step_of(end.rank), from_outside=outside or follows(end))
+        obeyed = self._stopping and end.asked and end.killed_by in (0, *ASKS)
+        # One that was stopped goes on for a moment when it is aborted, so the step is the one in which it was found.
+        step = self._supervisor.step_of(end.rank) if hang is None else hang.step
+        how = Departure(cause, step, outside or follows(end), asked=obeyed)
         self._do(self._coordinator.exited(member, how, now), now)
         for loss in self._coordinator.losses:
             if loss.member == member:
@@ -167,6 +201,12 @@ class OneByOne:
         for slot in self._members:
             self._supervisor.tell(slot, to_line(Refused(action.reason)))
         self._stop_at = now + BETTER_CAUSE_S  # until then one that is about to end may show where it failed
+
+
+def _where(end: End) -> str:
+    """In which line of the script a process that was aborted has rested, if Python could say it."""
+    line = own_line(main_stack(end.tail))
+    return f", in {line}" if line else ""
 
 
 def _patient(phase: Phase) -> Phase:

@@ -38,9 +38,15 @@ class Supervisor(Protocol):
     def step_of(self, rank: int) -> int:
         """The step that a process has noted last."""
 
+    def has_begun(self, rank: int) -> bool:
+        """Whether a process has noted that it trains, and not only that it starts, or waits for others."""
+
+    def pass_on(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal that ends nothing to some processes, or to all of them."""
+
 
 class Policy(Protocol):
-    """Decides. After `stopping` it only looks on."""
+    """Decides. After `stopping` it ends and starts nothing any more."""
 
     def begin(self, now: float) -> None:
         """Start what is to run."""
@@ -60,8 +66,11 @@ class Policy(Protocol):
     def tick(self, now: float) -> None:
         """Time has passed."""
 
-    def stopping(self) -> None:
-        """All processes have been asked to end."""
+    def notified(self, number: int) -> None:
+        """The launcher got a signal that ends nothing: ranks that can take it are to have it."""
+
+    def stopping(self, now: float) -> None:
+        """All processes are about to be asked to end."""
 
     def count(self, ends: Sequence[End]) -> list[End]:
         """Of how processes ended, what decides how the job did."""
@@ -84,6 +93,7 @@ class AllOrNothing:
         self._decide_at: float | None = None  # when waiting for more failures is over
         self._hang: Hang | None = None
         self._ends: list[End] = []
+        self._stopping = False
 
     def begin(self, now: float) -> None:
         for rank in range(self._ranks):
@@ -106,15 +116,18 @@ class AllOrNothing:
         self._decide_by(now + BETTER_CAUSE_S)  # sooner, when they have exited
 
     def tick(self, now: float) -> None:
-        if self._decide_at is not None and now >= self._decide_at:
+        if self._decide_at is not None and now >= self._decide_at and not self._stopping:
             if (
                 failure := self.failure(self._ends)
             ) is not None:  # it is told before they end: they may take their time
                 self._supervisor.listener.note(f"{failure}; the other ranks are asked to end")
             self._supervisor.stop(now, signal.SIGTERM)
 
-    def stopping(self) -> None:
-        """Nothing more is decided."""
+    def notified(self, number: int) -> None:
+        self._supervisor.pass_on(number)
+
+    def stopping(self, now: float) -> None:
+        self._stopping = True
 
     def count(self, ends: Sequence[End]) -> list[End]:
         return list(ends)

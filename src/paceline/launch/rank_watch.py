@@ -88,6 +88,10 @@ class RankWatch:
             self._note(f"rank {rank} makes no progress {how}{where}; {waiting}")
         return None
 
+    def shortfall(self, grace_s: float) -> str:
+        """What is to be said when ranks have `grace_s` to save and leave."""
+        return self._watchdog.shortfall(grace_s)
+
     def tick(self, ranks: Collection[int], judged: Judged) -> None:
         """Look at what ranks do just now, to find one that is slow."""
         if said := self._stragglers.look(judged({rank: self._board.read(rank) for rank in ranks}) or {}):

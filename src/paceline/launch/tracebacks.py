@@ -198,12 +198,25 @@ def _says_something(line: str) -> bool:
 
 def thread_stack(tail: Sequence[str]) -> tuple[str, ...]:
     """What faulthandler wrote when a signal ended a rank: the thread that Python names as the current one."""
-    starts = [number for number, line in enumerate(tail) if line.startswith(("Current thread", "Thread 0x"))]
+    starts = _threads(tail)
     current = [number for number in starts if tail[number].startswith("Current thread")] or starts[-1:]
-    if not current:
-        return ()
+    return _frames_after(tail, current[-1]) if current else ()
+
+
+def main_stack(tail: Sequence[str]) -> tuple[str, ...]:
+    """The same of the main thread, which comes last: where a rank rests that was aborted for it. The current thread is
+    then only the one that has received the signal."""
+    starts = _threads(tail)
+    return _frames_after(tail, starts[-1]) if starts else ()
+
+
+def _threads(tail: Sequence[str]) -> list[int]:
+    return [number for number, line in enumerate(tail) if line.startswith(("Current thread", "Thread 0x"))]
+
+
+def _frames_after(tail: Sequence[str], start: int) -> tuple[str, ...]:
     frames = []
-    for line in tail[current[-1] + 1 :]:
+    for line in tail[start + 1 :]:
         if not line.startswith("  File"):
             break
         frames.append(cut(line, 160))

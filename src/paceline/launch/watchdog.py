@@ -127,6 +127,15 @@ class Watchdog:
         """The median of the steps seen; 0 before there were some."""
         return sorted(self._steps)[len(self._steps) // 2] if len(self._steps) >= LEARN_FROM else 0.0
 
+    def shortfall(self, grace_s: float) -> str:
+        """A sentence, if a step takes longer than the time that ranks have to end theirs, save and leave."""
+        if (step_s := self.step_s()) <= grace_s:
+            return ""
+        return (
+            f"a step takes {step_s:.3g} s, and ranks have {grace_s:.3g} s to end theirs, save and leave, so they may "
+            f"be killed before they have saved: --shutdown-timeout gives them more time"
+        )
+
     def look(
         self,
         now: float,

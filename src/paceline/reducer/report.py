@@ -37,6 +37,7 @@ class Vote(Flag):
     SAVE = 2  # write a checkpoint after this step, and go on
     EXHAUSTED = 4  # this rank has no more data
     REGROUP = 8  # end this generation after this step: members wait to join (`paceline.elastic`)
+    PREEMPTED = 16  # a declared `Preemption` got a signal on this rank
 
 
 class Mode(Enum):

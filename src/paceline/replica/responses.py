@@ -99,13 +99,13 @@ def _resolve_in_groups(
 
 def _tell(error: ReplicaDrift | None, world: Group) -> ReplicaDrift | None:
     """The error of the first rank that has one, on all ranks."""
-    own = None if error is None else [str(error), list(error.ranks), error.tensor, error.step]
+    own = None if error is None else [str(error), list(error.ranks), error.known, error.tensor, error.step]
     told = gather_unless_equal(world, own, SEARCH) or [own]
     found = next((one for one in told if one is not None), None)
     if found is None:
         return None
-    text, ranks, tensor, step = found
-    return ReplicaDrift(text, ranks=ranks, tensor=tensor, step=step)
+    text, ranks, known, tensor, step = found
+    return ReplicaDrift(text, ranks=ranks, known=known, tensor=tensor, step=step)
 
 
 class NonFiniteSteps:

@@ -131,6 +131,26 @@ class TrainConfig:
     max_restarts: int = option(
         0, "how often the run may be restarted after a failure", low=0, high=1000, group="Failures"
     )
+    max_losses: int = option(
+        -1, "with --min-ranks: give up when more ranks than this were lost; -1: no limit", low=-1, group="Failures"
+    )
+    recovery_timeout: float = option(
+        600.0, "with --min-ranks: give up after so many seconds with fewer ranks", low=0.0, high=1e9, group="Failures"
+    )
+    hang_timeout: float = option(
+        -1.0,
+        "seconds without progress after which a rank counts as hung; -1: learned from the run's own steps; 0: never",
+        low=-1.0,
+        high=1e9,
+        group="Failures",
+    )
+    shutdown_timeout: float = option(
+        30.0,
+        "seconds that ranks have to save and leave when asked to end",
+        low=0.0,
+        high=1e9,
+        group="Failures",
+    )
     out: str = option("", "folder of the run; empty: runs/<time>", group="Output")
 
     # A run may be resumed with other values of these. Of what is computed they change nothing, but for `decay_steps`,
@@ -141,7 +161,7 @@ class TrainConfig:
             *("ranks", "steps", "decay_steps", "eval_every", "eval_samples", "sample", "save_every", "save_seconds"),
             *("keep", "resume", "transport", "device", "threads", "audit", "trackers", "check_every", "on_drift"),
             *("audit_every", "max_restarts", "out", "compile", "placement", "shard", "min_ranks"),
-            "spares",
+            *("spares", "max_losses", "recovery_timeout", "hang_timeout", "shutdown_timeout"),
         }
     )
 
@@ -184,6 +204,11 @@ class TrainConfig:
         if self.shard and ranks % self.shard:
             possible = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
             raise ConfigError(f"shard={self.shard} does not divide {ranks} ranks; expected 0 or one of {possible}")
+        if self.max_losses >= 0 and not self.min_ranks:
+            raise ConfigError(
+                f"max_losses={self.max_losses} and min_ranks=0: ranks are replaced one by one, and lost ones counted, "
+                f"only with --min-ranks; expected a minimum of at least 1, or max_restarts"
+            )
         if self.min_ranks > ranks:
             raise ConfigError(f"min_ranks={self.min_ranks}: expected at most the {ranks} ranks of this run")
         if self.lanes and ranks > self.lanes:

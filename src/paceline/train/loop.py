@@ -237,12 +237,13 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
     )
 
 
-def begin(run: Run) -> int | None:
-    """All ranks have met, and none has trained: load a checkpoint if there is one. Returns its step."""
+def begin(run: Run, fresh: bool) -> int | None:
+    """All ranks have met, and none has a state: load a checkpoint if there is one. Returns its step. `fresh`: nobody
+    has trained yet."""
     config, world = run.config, run.world
     parameters = sum(param.numel() for param in run.net.parameters())
     where = {"ranks": world.size, "lanes": config.lanes, "placement": config.placement, "shard": config.shard}
     where |= {"device": str(world.device), "samples": config.samples_of_step(world.size)}
     where["context"] = config.shape.context
     report("ready", **where, parameters=parameters, source=run.text.source)
-    return resume(run)
+    return resume(run, fresh=fresh)

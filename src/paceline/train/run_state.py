@@ -3,11 +3,12 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import paceline
+from paceline.checkpoint.outcome import Loaded
 from paceline.errors import ReplicaDrift, UsageError
 from paceline.rank_report import report
 from paceline.train.checks import Checks
@@ -70,23 +71,18 @@ def save(run: Run) -> None:
     report("saved", step=run.step, blocked_s=saved.blocked_s, problem=str(saved.problem) if saved.problem else "")
 
 
-def resume(run: Run) -> int | None:
+def resume(run: Run, *, fresh: bool) -> int | None:
     """Load the newest checkpoint that ranks have compared, or the one that was asked for, if there is one. All ranks
-    call it. Returns its step."""
-    config = run.config
-    # --resume is for the first attempt; a restart goes on from what this run has saved.
-    asked = "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else config.resume
-    if _any_rank_has_saved(run):  # and all have lost what they had in memory
-        asked = "auto"
-    if asked == "never":
-        return None
-    wanted = "compared" if asked == "auto" else _checkpoints_in(Path(asked))
-    try:
-        found = run.checkpoints.load(wanted, model=run.model, optimizer=run.optimizer, loader=run.loader)
-    except paceline.NoCheckpoint as error:
-        if error.skipped or asked != "auto":
-            raise
-        _forget_after(run, 0)
+    call it. Returns its step. `fresh`: nobody has trained yet in this attempt."""
+    config, asked = run.config, run.config.resume
+    # --resume is for the beginning. Whoever comes later goes on from what this run has saved, if it has.
+    again = not fresh or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    found = _load(run, "compared") if again or asked == "auto" else None
+    if found is None and asked not in ("auto", "never"):
+        found = _load(run, _checkpoints_in(Path(asked)))
+    if found is None:
+        if again or asked == "auto":
+            _forget_after(run, 0)
         return None
     if found.more["tokenizer"] != run.text.tokenizer.digest():
         raise UsageError(
@@ -101,10 +97,14 @@ def resume(run: Run) -> int | None:
     return found.step
 
 
-def _any_rank_has_saved(run: Run) -> bool:
-    own = -1 if run.saved_at in (None, run.resumed_from) else run.saved_at
-    saved = torch.tensor(own, device="cpu")
-    return int(paceline.all_reduce(saved, "max") if run.world.size > 1 else saved) >= 0
+def _load(run: Run, wanted: Path | Literal["compared"]) -> Loaded | None:
+    """What this checkpoint has, in the parts of the run; None where the run has saved none."""
+    try:
+        return run.checkpoints.load(wanted, model=run.model, optimizer=run.optimizer, loader=run.loader)
+    except paceline.NoCheckpoint as error:
+        if error.skipped or wanted != "compared":
+            raise
+        return None
 
 
 def _checkpoints_in(path: Path) -> Path:
