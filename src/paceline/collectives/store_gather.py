@@ -95,7 +95,8 @@ class StoreGather:
         keys = [self._key(number, peer) for peer in range(self._size) if peer != self._rank]
         if number <= 2 and not self._store.check(keys):  # `multi_get` waits for a key that was never set
             return []
-        posted = [text.decode().partition(" ") for text in self._store.multi_get(keys)]
+        # What is no text is taken for that of another gather at first, and so is what is half written.
+        posted = [text.decode(errors="replace").partition(" ") for text in self._store.multi_get(keys)]
         if any(found != str(number) for found, _, _ in posted):
             return []
         texts = [text for _, _, text in posted]

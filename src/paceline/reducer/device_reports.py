@@ -40,7 +40,7 @@ class DeviceReports:
         lanes = len(report.lane_weights)
 
         def rows() -> list[StepReport]:
-            return [StepReport.decode(row, lanes) for row in buffers.received.tolist()]
+            return reports_of(buffers.received.tolist(), lanes)
 
         def release() -> None:
             self._free.append(buffers)

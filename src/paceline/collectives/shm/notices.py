@@ -7,16 +7,19 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from paceline.collectives.shm import memfd
 from paceline.collectives.shm.memfd import Descriptor
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, Malformed, MessageDamaged
+from paceline.typed_json import read_json
 
 LARGEST_NOTICE = 4096
 _ARENA, _FREED, _EXIT = range(3)
 _HEAD = struct.Struct("<bqq")
+_REASON: Any = tuple[str, tuple[int, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,15 @@ class NoticeSocket:
         self.unsent.clear()
 
     def _take(self, data: bytes, descriptors: list[Descriptor]) -> None:
-        kind, number, nbytes = _HEAD.unpack_from(data)
+        kind, number, nbytes = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (-1, 0, 0)
+        if kind not in (_ARENA, _FREED, _EXIT) or nbytes < 0:
+            raise MessageDamaged(f"rank {self.rank} sent a notice of {len(data)} bytes that is none", ranks=[self.rank])
         if kind == _EXIT:
             self._ended = True
-            why, ranks, mismatch = json.loads(data[_HEAD.size :])
-            self._leave(PeerExit(why, tuple(ranks), mismatch))
+            try:
+                self._leave(PeerExit(*read_json(_REASON, data[_HEAD.size :], f"why rank {self.rank} leaves")))
+            except Malformed as error:
+                raise MessageDamaged(str(error), ranks=[self.rank]) from error
             return
         self.received += 1
         if kind == _FREED:
