@@ -1,6 +1,5 @@
 """What a snapshot holds, and how it is put into the objects of a run."""
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,7 +30,13 @@ from paceline.kernels import differences
 from paceline.stored.packed import unpack
 from paceline.stored.tensor_part import TensorPart
 from paceline.stored.value_tree import decode_tree
+from paceline.typed_json import UNREADABLE, read_json, typed
 
+_TREE: Any = dict[str, Any]
+_TEXT: Any = str | None
+_TEXTS: Any = list[str] | None
+_KERNELS: Any = dict[str, str] | None
+_COUNT: Any = int | None
 # States of torch's optimizers that have an entry for every element of their parameter.
 SHAPED_LIKE_PARAMS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
 
@@ -62,17 +67,19 @@ class Restored:
         files = sorted(opened.snapshot.manifest.files)
         try:
             self.trees = [name for name in files if stem_of(name) == TREE]
-            tree = json.loads(opened.content(self.trees[0]))
+            tree = read_json(_TREE, opened.content(self.trees[0]), "the tree of a snapshot")
             weights = StoredTensors(opened, [name for name in files if stem_of(name) == MODEL])
             rest = StoredTensors(opened, [name for name in files if stem_of(name) == STATE])
             self.model = decode_tree(tree.get("model"), weights.leaf)
             self._metadata = fill(decode_tree(tree.get("model_metadata"), rest.leaf))
             self.optimizer = decode_tree(tree.get("optimizer"), rest.leaf)
-            self.optimizer_kind, self.optimizer_params = tree.get("optimizer_kind"), tree.get("optimizer_params")
-            self._kernels, self._lanes = tree.get("kernels"), tree.get("lanes")
+            self.optimizer_kind = typed(_TEXT, tree.get("optimizer_kind"), "the kind of an optimizer")
+            self.optimizer_params = typed(_TEXTS, tree.get("optimizer_params"), "the names of parameters")
+            self._kernels = typed(_KERNELS, tree.get("kernels"), "the kernels of a run")
+            self._lanes = typed(_COUNT, tree.get("lanes"), "the number of lanes")
             self.more: dict[str, Any] = decode_tree(tree["more"], rest.leaf)
-            self._per_rank: list[str] = tree["per_rank"]
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            self._per_rank = typed(list[str], tree["per_rank"], "what each rank has of its own")
+        except UNREADABLE as error:
             raise Damaged(opened.snapshot.path, f"its parts do not fit together: {error}") from error
 
     def check_complete(self) -> None:

@@ -17,6 +17,7 @@ CHUNK = 1 << 16
 # accompanied by warnings of torch and by what Python says about chained exceptions.
 HOLD_S = 10.0
 PAUSE_S = 0.3
+MOST_HELD = 5000  # lines; of whoever writes more, the traceback is not what matters
 AFTER_TRACEBACK = (" ", "[", "During handling", "The above exception", "Exception ignored", "terminate called")
 
 
@@ -35,7 +36,7 @@ class RankErrors(Lines):
         begun = next((number for number, line in enumerate(lines) if begins(line)), len(lines))
         if begun < len(lines):
             self.traceback_at = now
-        elif now - self._held_at > PAUSE_S and is_whole(self._held) and _goes_on(lines):
+        elif (now - self._held_at > PAUSE_S and is_whole(self._held) and _goes_on(lines)) or len(self._held) > MOST_HELD:
             return [*self._release(), *lines]
         shown = 0 if self._held else begun
         if lines:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.collectives.protocols import Transport
 from paceline.collectives.wait import EventWork
-from paceline.reducer.report import PendingReports, StepReport, column_of
+from paceline.reducer.report import PendingReports, StepReport, column_of, reports_of
 from paceline.reducer.step_observer import Findings
 
 # What of a report is read or filled in on the device.

@@ -17,6 +17,7 @@ from paceline.train.model import GPT
 from paceline.train.optimizer import jump_at
 from paceline.train.run_folder import RunFolder
 from paceline.train.samples import Text
+from paceline.world.environment import Variables
 
 
 @dataclass
@@ -75,7 +76,7 @@ def resume(run: Run) -> int | None:
     call it. Returns its step."""
     config = run.config
     # --resume is for the first attempt; a restart goes on from what this run has saved.
-    asked = "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else config.resume
+    asked = "auto" if Variables(os.environ).integer("TORCHELASTIC_RESTART_COUNT", 0) else config.resume
     if asked == "never":
         return None
     wanted = "compared" if asked == "auto" else _checkpoints_in(Path(asked))

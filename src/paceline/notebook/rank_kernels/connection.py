@@ -175,7 +175,7 @@ class KernelConnection:
         """The next message that waits in a channel, if there is one."""
         try:
             _, message = self._session.recv(self.sockets[channel], mode=zmq.NOBLOCK)
-        except ValueError:  # not signed by the rank
+        except (ValueError, TypeError, LookupError):  # not signed by the rank, or no message at all
             return None
         if message is not None and self.cell is not None:
             self._note(self.cell, channel, message, now)
