@@ -52,7 +52,8 @@ def typed(kind: "type[T]", value: Any, what: str) -> T:
     they hold, several joined by `|`, or a dataclass whose fields are of such kinds.
     """
     try:
-        found: T = _reader(kind)(value)
+        hashable: Any = kind
+        found: T = _reader(hashable)(value)
     except (_Other, RecursionError) as error:
         raise Malformed(f"expected {what}, got {shown(value)}: {error}") from error
     return found

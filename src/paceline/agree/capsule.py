@@ -114,8 +114,11 @@ def _is_int(value: object) -> bool:
     return type(value) is int
 
 
-def _holds(kind: type, fits: Callable[[object], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind) and all(map(fits, value.values() if kind is dict else value))
+def _holds(kind: type[Any], fits: Callable[[object], bool]) -> Callable[[Any], bool]:
+    def hold(value: Any) -> bool:
+        return isinstance(value, kind) and all(map(fits, value.values() if isinstance(value, dict) else value))
+
+    return hold
 
 
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {

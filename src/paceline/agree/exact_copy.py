@@ -16,8 +16,8 @@ import torch
 
 from paceline.errors import Malformed, PacelineError
 from paceline.stored.json_tree import Encoder, decode_tensor
-from paceline.stored.tensor_file import file_parts
 from paceline.stored.packed import content_of
+from paceline.stored.tensor_file import file_parts
 from paceline.stored.value_tree import MARK, decode_tree
 from paceline.typed_json import shown
 

@@ -94,11 +94,11 @@ def from_bytes(raw: bytes) -> Manifest:
         raise ValueError(f"its hash is {found[:12]}…, expected {expected[:12]}…")
     fields = parse_json(raw, "a manifest")
     if not isinstance(fields, dict) or fields.get("format") not in (WHOLE_FILES, ONE_WRITER, FORMAT):
-        found = fields.get("format") if isinstance(fields, dict) else fields
-        raise ValueError(f"it has format {shown(found)}, expected at most {FORMAT}; a newer paceline wrote it")
+        known = fields.get("format") if isinstance(fields, dict) else fields
+        raise ValueError(f"it has format {shown(known)}, expected at most {FORMAT}; a newer paceline wrote it")
     written = typed(_Written, {name: fields[name] for name in fields.keys() & _NAMES}, "a manifest")
     if bad := next((name for name in written.files if not _FILE_NAME.fullmatch(name)), None):
-        raise ValueError(f"it names a file {shown(bad)!r}, expected names of files in its own directory")
+        raise ValueError(f"it names a file {shown(bad)!r}, expected names of files; that is outside of the snapshot")
     files = {name: _record(**asdict(record)) for name, record in written.files.items()}
     return Manifest(**{**{name: getattr(written, name) for name in _NAMES}, "files": files})
 

@@ -121,7 +121,7 @@ class TrainOutput(Listener):
     # ---- what is shown
 
     def _stepped(self, rank: int, fields: dict[str, Any]) -> None:
-        fields = {name: float(fields[name]) for name in _STEP} | {"step": int(fields["step"])}
+        fields = {"step": int(fields["step"]), **{name: float(fields[name]) for name in _STEP}}
         self._of_rank[rank] = fields
         if rank != self._leader:
             return

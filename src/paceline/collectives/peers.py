@@ -20,7 +20,6 @@ from paceline.errors import Malformed, MessageDamaged
 from paceline.rank_report import STORE_HOST_NAME
 from paceline.typed_json import read_json
 
-
 # What to do about a value on the store of a group that no rank of it has written.
 FOREIGN = "another program may write to the store of this group: see who else can connect to this machine"
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.group import finish
-from paceline.collectives.protocols import Watch
 from paceline.collectives.peers import FOREIGN
+from paceline.collectives.protocols import Watch
 from paceline.collectives.store_call import StoreCall
 from paceline.errors import MessageDamaged
 from paceline.typed_json import shown

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import Malformed
 from paceline.launch import reaper
 from paceline.process_status import ProcessStatus, oom_kills, read_status, signal_name, stopped_children
-from paceline.typed_json import parse_json, typed
+from paceline.typed_json import read_json
 
 REAPER_S = 10.0
 
@@ -142,15 +142,15 @@ class RankProcesses:
                 data = b""
             self.reaper_died = not data
             *lines, self._partial = (self._partial + data).split(b"\n")
-            found += [self._event(parse_json(line, "an event of the reaper")) for line in lines]
+            found += map(self._event, lines)
         living, self.living = self.living, {}
         if living:
             # The kernel kills the ranks, but not what they had started. Nothing may interfere with the next attempt.
             self.unkillable = reaper.end_sessions([pid for pid in living.values() if pid])
         return [*found, *(RankExited(rank, killed_by=signal.SIGKILL, with_reaper=True) for rank in living)]
 
-    def _event(self, message: Any) -> RankStarted | RankExited:
-        event = typed(_EVENT, message, "an event of the reaper")
+    def _event(self, line: bytes) -> RankStarted | RankExited:
+        event: RankStarted | RankExited = read_json(_EVENT, line, "an event of the reaper")
         if event.rank not in self.living:
             raise Malformed(f"expected an event of a rank that lives, got {event}")
         if isinstance(event, RankStarted):

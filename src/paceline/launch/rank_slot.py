@@ -36,7 +36,9 @@ class RankErrors(Lines):
         begun = next((number for number, line in enumerate(lines) if begins(line)), len(lines))
         if begun < len(lines):
             self.traceback_at = now
-        elif (now - self._held_at > PAUSE_S and is_whole(self._held) and _goes_on(lines)) or len(self._held) > MOST_HELD:
+        elif (now - self._held_at > PAUSE_S and is_whole(self._held) and _goes_on(lines)) or len(
+            self._held
+        ) > MOST_HELD:
             return [*self._release(), *lines]
         shown = 0 if self._held else begun
         if lines:

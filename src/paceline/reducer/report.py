@@ -139,7 +139,8 @@ def reports_of(rows: Sequence[Sequence[int]], lanes: int) -> list[StepReport]:
     except ValueError as error:
         rank = len(found)
         raise MessageDamaged(
-            f"expected the step report of rank {rank}, got {len(rows[rank])} columns that are none ({error})", ranks=[rank]
+            f"expected the step report of rank {rank}, got {len(rows[rank])} columns that are none ({error})",
+            ranks=[rank],
         ) from error
     return found
 

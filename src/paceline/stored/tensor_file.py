@@ -135,8 +135,8 @@ def _entry(name: str, fields: Mapping[str, object], size: int) -> TensorEntry:
     dtype, shape, (begin, end) = _DTYPES.get(found.dtype), found.shape, found.data_offsets
     if dtype is None or not 0 <= begin <= end <= size or not is_shape(shape, (end - begin) // dtype.itemsize):
         raise Malformed(
-            f"expected a tensor of a known type within {size} bytes, got {shown(name)!r} of type {shown(found.dtype)!r} "
-            f"and shape {shown(shape)} at the bytes from {begin} to {end}"
+            f"expected a tensor of a known type within {size} bytes, got {shown(name)!r} of type "
+            f"{shown(found.dtype)!r} and shape {shown(shape)} at the bytes from {begin} to {end}"
         )
     if (end - begin) % dtype.itemsize:
         raise Malformed(f"{shown(name)!r} has {end - begin} bytes, expected whole elements of {dtype}")
@@ -144,6 +144,6 @@ def _entry(name: str, fields: Mapping[str, object], size: int) -> TensorEntry:
 
 
 def is_shape(shape: Sequence[int], elements: int) -> bool:
-    """Whether a tensor of so many elements can have this shape: also without elements, torch counts with all lengths."""
+    """Whether a tensor of so many elements can have this shape. Without elements torch counts all lengths, too."""
     room = math.prod(max(1, length) for length in shape) < 1 << 63
     return len(shape) <= MAX_DIMS and all(length >= 0 for length in shape) and room and math.prod(shape) == elements

@@ -104,7 +104,9 @@ class RunFolder:
         if not self.metrics_file.exists():
             return []
         whole = [line for line in self.metrics_file.read_bytes().split(b"\n") if line.endswith(b"}")]
-        lines: list[dict[str, Any]] = [read_json(_TABLE, line, f"{self.metrics_file}: the numbers of a step") for line in whole]
+        lines: list[dict[str, Any]] = [
+            read_json(_TABLE, line, f"{self.metrics_file}: the numbers of a step") for line in whole
+        ]
         if odd := next((line for line in lines if type(line.get("step")) is not int), None):
             raise Malformed(f"{self.metrics_file}: expected the numbers of a step, got {shown(odd)}")
         return lines

@@ -14,7 +14,6 @@ from paceline.typed_json import read_json, shown, typed
 from paceline.world.environment import DEFAULT_PORT, Variables, is_loopback, node_of
 from paceline.world.world import World
 
-
 _TF_CONFIG: Any = dict[str, dict[str, Any]]
 _HOSTS: Any = list[str]
 

@@ -297,8 +297,7 @@ class _Connecting:
 
 
 def _receive(connection: socket.socket, count: int) -> tuple[bytes, list[Descriptor]]:
-    data, numbers, _, _ = socket.recv_fds(connection, 4096, count, socket.MSG_CMSG_CLOEXEC)
-    descriptors = [Descriptor(number) for number in numbers]
+    data, descriptors = memfd.receive(connection, 4096, count)
     if len(descriptors) != count:
         raise ValueError(f"expected {count} descriptors from a peer, got {len(descriptors)}")
     return data, descriptors

@@ -82,13 +82,11 @@ class NoticeSocket:
         return True
 
     def receive(self) -> None:
-        """Take all notices that have come."""
+        """Take all notices that have come. The socket does not block."""
         resets = 0
         while not self._ended:
             try:
-                data, numbers, _, _ = socket.recv_fds(
-                    self.connection, LARGEST_NOTICE, 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-                )
+                data, descriptors = memfd.receive(self.connection, LARGEST_NOTICE, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -96,9 +94,9 @@ class NoticeSocket:
                 resets += 1
                 if resets == 1:
                     continue
-                data, numbers = b"", []
+                data, descriptors = b"", []
             if data:
-                self._take(data, [Descriptor(number) for number in numbers])
+                self._take(data, descriptors)
             else:
                 self._ended = True
                 self._leave(PeerExit("it hung up"))
