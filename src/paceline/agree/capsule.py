@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from paceline.errors import CapsuleDamaged, Malformed, UsageError
-from paceline.stored.directory import replace_file
+from paceline.stored.directory import PRIVATE, replace_file
 from paceline.stored.json_tree import Encoder, decode
 from paceline.stored.tensor_file import TensorFile, bytes_of, file_parts
 from paceline.stored.value_tree import MAX_DEPTH
@@ -67,13 +67,15 @@ class Capsule:
 def write_capsule(path: str | Path, capsule: Capsule) -> Path:
     """Write a capsule, on disk whole or not at all, and return its path. Raises OSError if that fails.
 
-    A file of this name is replaced. The folder is made if it is not there. Tensors of the host are not copied, so they
+    A file of this name is replaced. It holds samples of the user's, so nobody else can read it.
+
+    The folder is made if it is not there. Tensors of the host are not copied, so they
     must not change before this returns.
     """
     path = Path(path)
     parts = _to_parts(capsule)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, parts)
+    replace_file(path, parts, PRIVATE)
     return path
 
 

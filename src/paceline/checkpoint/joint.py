@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.checkpoint.checkpoint_errors import CheckpointError
 from paceline.errors import Malformed
-from paceline.stored.directory import FileRecord, make_directory
+from paceline.stored.directory import PRIVATE, FileRecord, make_directory
 from paceline.typed_json import read_json
 
 STALLED_S = 600.0  # a rank that has written nothing for so long is given up, where locks do not tell whether it lives
@@ -58,7 +58,9 @@ class JointWrite:
             fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # in use: not abandoned
         except OSError as error:
             _check_only_unsupported(error)
-        self._record = os.open(self._path_of(self._rank), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._record = os.open(
+            self._path_of(self._rank), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE
+        )
         _lock(self._record)
 
     def leave(self, files: dict[str, FileRecord], problem: str) -> None:

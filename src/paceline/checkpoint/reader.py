@@ -11,7 +11,7 @@ from paceline.bare import bare
 from paceline.checkpoint.checkpoint_errors import CheckpointMismatch, Damaged
 from paceline.checkpoint.manifest import stem_of
 from paceline.checkpoint.open_snapshot import OpenSnapshot
-from paceline.checkpoint.optimizer_parts import filled_state, wanted_of
+from paceline.checkpoint.optimizer_parts import check_optimizer_form, filled_state, wanted_of
 from paceline.checkpoint.shards import model_state, names_of_params, sharded_parameters
 from paceline.checkpoint.snapshots import Snapshot
 from paceline.checkpoint.state import (
@@ -26,11 +26,12 @@ from paceline.checkpoint.state import (
     whole_shapes,
 )
 from paceline.checkpoint.stored_tensor import StoredTensor, StoredTensors, fill, stored_in
+from paceline.errors import Malformed
 from paceline.kernels import differences
 from paceline.stored.packed import unpack
 from paceline.stored.tensor_part import TensorPart
 from paceline.stored.value_tree import decode_tree
-from paceline.typed_json import UNREADABLE, read_json, typed
+from paceline.typed_json import UNREADABLE, read_json, shown, typed
 
 _TREE: Any = dict[str, Any]
 _TEXT: Any = str | None
@@ -79,8 +80,23 @@ class Restored:
             self._lanes = typed(_COUNT, tree.get("lanes"), "the number of lanes")
             self.more: dict[str, Any] = decode_tree(tree["more"], rest.leaf)
             self._per_rank = typed(list[str], tree["per_rank"], "what each rank has of its own")
+            self._check_form()
         except UNREADABLE as error:
             raise Damaged(opened.snapshot.path, f"its parts do not fit together: {error}") from error
+
+    def _check_form(self) -> None:
+        """Raise Malformed unless model and optimizer are what torch takes for their states."""
+        described = self.snapshot.manifest.model
+        for name, value in (self.model or {}).items():
+            is_tensor = isinstance(value, StoredTensor)
+            if name in described and not (is_tensor and tuple(value.shape) == described[name][1]):
+                raise Malformed(f"the model's {shown(name)!r} is not the tensor that the manifest describes")
+        if self._metadata is not None and not isinstance(self._metadata, dict):
+            raise Malformed(f"the model has the metadata {shown(self._metadata)}")
+        if missing := described.keys() - (self.model or {}).keys():
+            raise Malformed(f"the model has no {shown(min(missing))!r}, which the manifest describes")
+        if self.optimizer is not None:
+            check_optimizer_form(self.optimizer)
 
     def check_complete(self) -> None:
         """Raise Damaged unless all tensors of model and optimizer are in the files."""
@@ -99,6 +115,10 @@ class Restored:
             yield from wanted_of(self.optimizer or {}, targets.optimizer)
         for name, value in self.more.items():
             if isinstance(into := targets.more.get(name), torch.optim.Optimizer):
+                try:
+                    check_optimizer_form(value)
+                except Malformed as error:
+                    raise Damaged(self.snapshot.path, f"{name}: {error}") from error
                 yield from wanted_of(value, into)
             else:
                 yield from ((one, 0, one.shape.numel()) for one in stored_in(value))

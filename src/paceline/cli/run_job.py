@@ -51,11 +51,18 @@ def _command(flags: argparse.Namespace) -> tuple[str, ...]:
         return (script, *rest)
     if flags.module:
         return (sys.executable, "-u", "-m", script, *rest)
-    if not Path(script).exists():
+    if not _exists(Path(script)):
         raise UsageError(f"the script {script!r} does not exist (looked in {Path.cwd().name}/)")
     if Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
         raise UsageError(f"{script!r} is a folder without __main__.py: expected a script")
     return (sys.executable, "-u", script, *rest)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # as where the name is too long for any file
+        return False
 
 
 def _ranks(asked: str | None, gpu_ids: tuple[int, ...] | None, environ: Mapping[str, str]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.data.cursor import Cursor
 from paceline.errors import IllegalMove, Malformed, PacelineError, UsageError
+from paceline.stored.directory import open_to_write
 from paceline.typed_json import read_json, typed
 
 _LINE: Any = dict[str, Any]
@@ -73,7 +74,7 @@ class SampleLog:
         self._session = self._join(header, rank) if session is None else session
         path = self.folder / f"session-{self._session:06d}-rank-{rank:05d}.jsonl"
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file = open_to_write(path, append=True, new=True)
         except FileExistsError:
             raise SampleLogDamaged(
                 f"{path} exists already: another process writes this sample log as rank {rank}; give each run "
