@@ -8,7 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from paceline.bench.contenders import ContenderName, find_contender, label_each
 from paceline.bench.spec import parse_sizes
@@ -290,7 +290,7 @@ class _Notices:
 class _Forming:
     def __init__(self) -> None:
         self._rendezvous = object.__new__(_Rendezvous)
-        self._rendezvous._store, self._rendezvous._world = HashStore(), World(rank=0, size=2)
+        self._rendezvous._store, self._rendezvous._world = PrefixStore("x", HashStore()), World(rank=0, size=2)
 
     def decided(self, frame: Frame) -> object:
         self._rendezvous._store.set("x", _text(frame))

@@ -26,7 +26,7 @@ def mode_of(path: Path) -> str:
 
 
 def test_what_may_hold_secrets_is_the_users_alone(tmp_path: Path) -> None:
-    log = RankLog(tmp_path / "rank_0.log", again=False, note=lambda text: None)
+    log = RankLog(tmp_path / "rank_0.log", again=False, note=print)
     log.close()
     samples = SampleLog(tmp_path / "samples")
     samples.begin(Cursor(0, 0, 0), 0, 1, resumed=False)

@@ -126,7 +126,9 @@ class _Meeting:
         the processes of the others."""
         generation, rank = self._generation, self._generation.rank_of(self._member.id)
         store = self._host() if rank == 0 else self._reach()
-        arrived = PrefixStore("arrived", store)
+        # Its port may have been that of an older store: a member that comes late still says nothing to this generation.
+        own = PrefixStore(f"generation {generation.number}", store)
+        arrived = PrefixStore("arrived", own)
         self._call(lambda: arrived.set(str(rank), Identity.own().encode()))
         keys = [str(other) for other in range(generation.size)]
         while not self._call(lambda: arrived.check(keys)):
@@ -135,7 +137,7 @@ class _Meeting:
         told = self._call(lambda: arrived.multi_get([key for key in keys if key != str(rank)]))
         store.set_timeout(STORE_TIMEOUT)
         try:
-            return PrefixStore("group", store), tuple(map(Identity.decode, told))
+            return PrefixStore("group", own), tuple(map(Identity.decode, told))
         except Malformed as error:
             raise PeerLost(f"generation {generation.number} does not form: {error}; {FOREIGN}") from error
 

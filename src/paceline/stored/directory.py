@@ -20,7 +20,7 @@ logger = logging.getLogger("paceline")
 LOCK = ".lock"
 PIECE = 1 << 20
 CHUNK = 4 * PIECE
-# Who may read a file. What a run leaves for others, as checkpoints, follows the umask of the user; the rest is the user's
+# Who may read a file. What a run leaves for others, as checkpoints, follows the user's umask; the rest is the user's
 # alone. A lock is for all who may write to its directory, and for nobody else.
 SHARED, LOCK_MODE, PRIVATE = 0o666, 0o660, 0o600
 
@@ -37,8 +37,8 @@ class FileRecord:
 def open_to_write(path: Path, *, append: bool = False, new: bool = False, mode: int = PRIVATE) -> int:
     """A descriptor of a file of ours, made with this mode if it is not there. Raises OSError.
 
-    It is emptied, unless it is to `append` to, or has to be `new`. A link in its place is not followed: whoever can make
-    one could have any file of the user's emptied or written to.
+    It is emptied, unless it is to `append` to, or has to be `new`. A link in its place is not followed: whoever can
+    make one could have any file of the user's emptied or written to.
     """
     how = os.O_EXCL if new else 0 if append else os.O_TRUNC
     how |= os.O_APPEND if append else 0
