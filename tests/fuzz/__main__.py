@@ -27,8 +27,8 @@ def main(frames: int, seed: int) -> int:
             faulthandler.cancel_dump_traceback_later()
             found.append(one)
             sys.stdout.write(
-                f"{parser.name:<42} {one.frames:>8,} {one.answered:>9,} {one.refused:>8,} {one.slowest_s * 1e3:>6.0f} ms "
-                f"{one.seconds:>5.1f} s  {len(one.wrong)}\n"
+                f"{parser.name:<42} {one.frames:>8,} {one.answered:>9,} {one.refused:>8,} "
+                f"{one.slowest_s * 1e3:>6.0f} ms {one.seconds:>5.1f} s  {len(one.wrong)}\n"
             )
             sys.stdout.flush()
     for one in found:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from torch import nn
 
 from paceline.agree import capsule
 from paceline.agree.exact_copy import UnknownKind, pack_exactly, unpack_exactly
+from paceline.bench.messages import _MessageEncoder, message_in
+from paceline.bench.processes import Order
+from paceline.bench.spec import StepSpec
 from paceline.checkpoint import Checkpointer, manifest
 from paceline.checkpoint.checkpoint_errors import CheckpointError
 from paceline.checkpoint.joint import _said
@@ -123,11 +127,9 @@ def run_frames(folder: Path) -> Iterator[Parser]:
     ).encode()
     yield Parser("checkpoints: what a rank has written", lambda frame: _said(1, frame), (record,), (CheckpointError,))
     of = Snapshots(folder)
-    yield Parser("checkpoints: the manifest", manifest.from_bytes, (of.manifest,), (ValueError,), 2, _hashed)
+    yield Parser("checkpoints: the manifest", manifest.from_bytes, (of.manifest,), (Malformed,), 2, _hashed)
     for name, frame in of.files.items():
-        yield Parser(
-            f"checkpoints: {name}", lambda frame, name=name: of.load(name, frame), (frame,), (CheckpointError,), 0.02
-        )
+        yield Parser(f"checkpoints: {name}", partial(of.load, name), (frame,), (CheckpointError,), 0.02)
     yield Parser("checkpoints: a manifest on disk", of.load_manifest, (of.manifest,), (CheckpointError,), 0.02, _hashed)
     runs = _Run(folder)
     yield Parser("a run's configuration", runs.config, (to_toml(TrainConfig()).encode(),), (ConfigError,), share=0.1)
@@ -233,6 +235,15 @@ class _Run:
     def metrics(self, frame: Frame) -> object:
         self._run.metrics_file.write_bytes(frame)
         return self._run.cut_metrics(1)
+
+
+def bench_frames() -> Iterator[Parser]:
+    """What a conductor and its workers send each other."""
+    order = Order("torch", "step", "torch", StepSpec(steps=3), 2, 1, "cpu")
+    load = json.dumps(_MessageEncoder().encode(("load", order))).encode()
+    answer = json.dumps(_MessageEncoder().encode(("answer", {"seconds": [1.5], 3: (1, None)}))).encode()
+    yield Parser("bench: orders", lambda frame: message_in(frame, settings=True), (load, answer), (Malformed,))
+    yield Parser("bench: answers", message_in, (answer,), (Malformed,))
 
 
 def notebook_frames() -> Iterator[Parser]:

@@ -4,8 +4,10 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
+from typing import Any, cast
 
 from rich.console import Console
 from torch.distributed import HashStore, PrefixStore
@@ -155,7 +157,7 @@ def launcher_frames() -> Iterator[Parser]:
         "the launcher: what ranks write", _output, (TRACEBACK, b"step 1\rstep 2\r\n[rank0]: x\n", b"a\nb\n"), share=2
     )
     yield Parser("tracebacks", _sections, (TRACEBACK, TRACEBACK[:300]), share=2)
-    yield Parser("the launcher: the progress board", _Board().read, (struct.pack("@qqqq", 1, 2, 3, 4) + bytes(32),))
+    yield Parser("the launcher: the progress board", _board, (struct.pack("@qqqq", 1, 2, 3, 4) + bytes(32),))
     yield Parser("a rank: descriptors by name", lambda frame: inherited_descriptor(_text(frame)), (b"1:12345",))
 
 
@@ -167,7 +169,7 @@ class _Launcher:
         self._console = console
         self._shown = TrainOutput(TrainConfig(), 2, RunFolder(Path("run")), console)
         self._rehearsal = Rehearsal(parse_all("kill rank=1 step=20 times=3"))
-        self._watch = RankWatch([0, 1], None, ProgressBoard(2), lambda text: None)
+        self._watch = RankWatch([0, 1], None, cast(Any, None), print)
 
     def heard(self, frame: Frame) -> None:
         assert isinstance(self._console.file, StringIO)
@@ -216,13 +218,10 @@ def _sections(frame: Frame) -> None:
     own_line(lines)
 
 
-class _Board:
-    def __init__(self) -> None:
-        self._board = ProgressBoard(1)
-
-    def read(self, frame: Frame) -> None:
-        self._board._memory[:64] = frame[:64].ljust(64, b"\0")
-        self._board.read(0), self._board.beat(0)
+def _board(frame: Frame) -> None:
+    with closing(ProgressBoard(1)) as board:
+        board._memory[:64] = frame[:64].ljust(64, b"\0")
+        board.read(0), board.beat(0)
 
 
 def _text(frame: Frame) -> str:
