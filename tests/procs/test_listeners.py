@@ -8,6 +8,7 @@ listens wherever the name leads is then seen.
 import ctypes
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -135,6 +136,22 @@ def test_a_job_listens_on_loopback_and_on_what_is_listed(
     for listener in found:
         listed = any(listener.kind == kind and re.fullmatch(where, listener.address) for kind, where in expected)
         assert listed, listener
+
+
+@pytest.mark.timeout(120)  # Ray takes seconds to start, and many on a busy machine
+def test_ranks_on_ray_listen_where_they_are_placed_and_its_tokens_stay_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = secrets.token_hex(32)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    (tmp_path / "replicas.py").write_text(f"import os\nassert os.environ['RAY_AUTH_MODE'] == 'token'\n{REPLICAS}")
+    found = seen_while((*PACELINE, "run", "--engine", "ray", "-n", "2", "replicas.py"), tmp_path)
+    # What Ray's own processes listen on is Ray's; without the token nobody gets an answer there.
+    ours = [listener for listener in found if re.search(r"python\S* -u replicas\.py$", listener.program)]
+    assert "tcp" in {listener.kind for listener in ours}
+    assert all(listener.is_local for listener in ours), ours
+    assert not [listener.program for listener in found if token in listener.program]
 
 
 RANK_ALONE = """
