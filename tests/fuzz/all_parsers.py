@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.fuzz.files import notebook_frames, run_frames, value_frames
+from tests.fuzz.files import bench_frames, notebook_frames, run_frames, value_frames
 from tests.fuzz.messages import launcher_frames, store_frames, word_frames
 from tests.fuzz.parser import Parser
 
@@ -16,4 +16,5 @@ def all_parsers(folder: Path) -> list[Parser]:
         *value_frames(),
         *run_frames(folder),
         *notebook_frames(),
+        *bench_frames(),
     ]

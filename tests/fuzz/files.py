@@ -43,6 +43,12 @@ VALUE = {
 }  # fmt: skip
 
 
+def rewrite(file: Path, content: bytes) -> None:
+    """As a new file: to cut one off and fill it again makes some file systems wait for the disk."""
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)
+
+
 def flat(frame: Frame) -> torch.Tensor:
     return torch.frombuffer(bytearray(frame), dtype=torch.uint8) if frame else torch.empty(0, dtype=torch.uint8)
 
@@ -205,14 +211,14 @@ class Snapshots:
     def load(self, name: str, frame: Frame) -> None:
         record = FileRecord(len(frame), 4 << 20, (sha256(frame).hexdigest(),))
         changed = replace(self._manifest, files={**self._manifest.files, name: record})
-        (self._path / name).write_bytes(frame)
+        rewrite(self._path / name, frame)
         try:
             self.load_manifest(manifest.to_bytes(changed))
         finally:
-            (self._path / name).write_bytes(self.files[name])
+            rewrite(self._path / name, self.files[name])
 
     def load_manifest(self, frame: Frame) -> None:
-        (self._path / manifest.FILE).write_bytes(frame)
+        rewrite(self._path / manifest.FILE, frame)
         model = nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters())
         with Checkpointer(self._folder) as checkpoints:
@@ -225,16 +231,16 @@ class _Run:
         self._run.path.mkdir()
 
     def config(self, frame: Frame) -> object:
-        self._run.config_file.write_bytes(frame)
+        rewrite(self._run.config_file, frame)
         return build(from_toml(self._run.config_file))
 
     def result(self, frame: Frame) -> object:
-        self._run.result_file.write_bytes(frame)
+        rewrite(self._run.result_file, frame)
         return self._run.result()
 
     def metrics(self, frame: Frame) -> object:
-        self._run.metrics_file.write_bytes(frame)
-        return self._run.cut_metrics(1)
+        rewrite(self._run.metrics_file, frame)
+        return self._run.metrics()
 
 
 def bench_frames() -> Iterator[Parser]:

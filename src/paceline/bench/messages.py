@@ -1,6 +1,7 @@
 """What the conductor and its workers send each other: JSON. Nothing that arrives is unpickled, on either side."""
 
 import json
+import re
 from dataclasses import fields, is_dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,7 +12,7 @@ from paceline.stored.value_tree import MARK, TreeEncoder, decode_tree
 from paceline.typed_json import parse_json, shown
 
 LONGEST = 64 << 20  # bytes of one message
-SETTINGS = "paceline.bench."  # where the dataclasses are that a worker makes
+SETTINGS = re.compile(r"paceline\.bench(\.[a-z_]+)+:[A-Za-z]+")  # the dataclasses that a worker makes
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -41,7 +42,12 @@ class _MessageEncoder(TreeEncoder):
 
 
 def _settings(tree: dict[str, Any]) -> Any:
-    kind: Any = load_named(tree["of"]) if str(tree["of"]).startswith(SETTINGS) else None
+    kind: Any = None
+    if SETTINGS.fullmatch(str(tree["of"])):
+        try:
+            kind = load_named(tree["of"])
+        except ImportError as error:
+            raise Malformed(f"there are no settings of a measurement {shown(tree['of'])}") from error
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise Malformed(f"expected the settings of a measurement, got a {shown(tree['of'])}")
     return kind(**{name: decode_tree(item, _settings) for name, item in tree["fields"].items()})

@@ -97,6 +97,9 @@ class Restored:
             raise Malformed(f"the model has no {shown(min(missing))!r}, which the manifest describes")
         if self.optimizer is not None:
             check_optimizer_form(self.optimizer)
+        by_rank = isinstance(self.more, dict) and all(isinstance(self.more.get(name), list) for name in self._per_rank)
+        if not by_rank:
+            raise Malformed("what was saved beside model and optimizer has no names, or not the values of all ranks")
 
     def check_complete(self) -> None:
         """Raise Damaged unless all tensors of model and optimizer are in the files."""
@@ -168,17 +171,25 @@ class Restored:
             if name in self._per_rank:
                 state = unpack(self._read(fill(state[self._rank])))
             if isinstance(value, torch.optim.Optimizer):
-                value.load_state_dict(self._read(filled_state(self.more.pop(name), value)))
+                self._put_optimizer(name, value, self.more.pop(name))
                 continue
             module = bare(value) if isinstance(value, nn.Module) else None
             (module or value).load_state_dict(self._read(fill(state, module and module.state_dict())))
         if targets.model is not None:
             self._put_model(targets.model, targets.state)
         if targets.optimizer is not None:
-            targets.optimizer.load_state_dict(self._read(filled_state(self.optimizer, targets.optimizer)))
+            self._put_optimizer("optimizer", targets.optimizer, self.optimizer)
         self.more = self._read(fill(self.more))
         for name in self._per_rank:
             self.more[name] = [unpack(blob) for blob in self.more[name]]
+
+    def _put_optimizer(self, name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        filled = self._read(filled_state(saved, optimizer))
+        try:
+            optimizer.load_state_dict(filled)
+        except (TypeError, LookupError, AttributeError) as error:  # torch looks at no type before it uses a value
+            why = f"{name}: a {kind_of(optimizer)} does not take its values ({type(error).__name__}: {error})"
+            raise Damaged(self.snapshot.path, why) from error
 
     def _read(self, filled: Any) -> Any:
         """The same value, when all of it has been read."""

@@ -107,8 +107,9 @@ class RunFolder:
         lines: list[dict[str, Any]] = [
             read_json(_TABLE, line, f"{self.metrics_file}: the numbers of a step") for line in whole
         ]
-        if odd := next((line for line in lines if type(line.get("step")) is not int), None):
-            raise Malformed(f"{self.metrics_file}: expected the numbers of a step, got {shown(odd)}")
+        for line in lines:
+            if type(line.get("step")) is not int:
+                raise Malformed(f"{self.metrics_file}: expected the numbers of a step, got {shown(line)}")
         return lines
 
     def cut_metrics(self, step: int) -> int:
