@@ -24,6 +24,8 @@ LONGEST = (
     "procs/test_launch.py",
     "procs/test_ray.py",
     "procs/test_listeners.py",
+    "procs/test_strangers.py",
+    "procs/test_secrets.py",
     "procs/test_elastic_launch.py",
     "procs/test_elastic_shards.py",
     "procs/test_two_level.py",

@@ -201,7 +201,11 @@ CASES = (
     Case(
         id="F33",
         about="ports taken, strangers",
-        tests=("tests/procs/test_start.py", "tests/procs/test_launch.py::test_a_port_in_use_is_one_line"),
+        tests=(
+            "tests/procs/test_start.py",
+            "tests/procs/test_launch.py::test_a_port_in_use_is_one_line",
+            "tests/procs/test_strangers.py",
+        ),
     ),
     Case(
         id="F34",

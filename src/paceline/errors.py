@@ -24,6 +24,7 @@ PacelineError
 ├── NotWhole              (RuntimeError)  a whole tensor was asked for where ranks hold it in shards
 ├── NotFiniteGradients    (ArithmeticError)  gradients are not finite, and not_finite= says that this is an error
 ├── CheckpointError                       its kinds stand in `checkpoint/checkpoint_errors.py`
+├── Malformed             (ValueError)    what came from a file or another process is nothing that paceline writes
 ├── CapsuleDamaged        (ValueError)    a file is no whole failure capsule
 ├── DataDiffers           (ValueError)    ranks were given different data: `data/rank_checks.py`
 ├── WorkerDied, SampleLogDamaged          of the loader: `data/workers.py`, `data/sample_log.py`
@@ -114,6 +115,10 @@ class NotFiniteGradients(PacelineError, ArithmeticError):
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class Malformed(PacelineError, ValueError):
+    """What a file, a pipe, a socket or a store holds is nothing that paceline writes there."""
 
 
 class CapsuleDamaged(PacelineError, ValueError):

@@ -5,6 +5,7 @@ reads what the launcher says, so a death is known at once whatever the main thre
 """
 
 import os
+import re
 import select
 import threading
 import time
@@ -41,7 +42,7 @@ def _named() -> tuple[int, int] | None:
     """This member's number and the descriptor of what its launcher says."""
     member = os.environ.get(MEMBER_NAME, "")
     descriptor = inherited_descriptor(os.environ.get(MEMBERSHIP_NAME, ""))
-    return (int(member), descriptor) if member.isdigit() and descriptor is not None else None
+    return (int(member), descriptor) if re.fullmatch("[0-9]{1,9}", member) and descriptor is not None else None
 
 
 class Member:

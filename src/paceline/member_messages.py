@@ -183,10 +183,22 @@ def _read(kind: str, said: Mapping[str, Any], *allowed: type[Any]) -> Any:
     if found is None or said.keys() != {field.name for field in fields(found)}:
         return None
     values = {field.name: _value(said[field.name], field.type) for field in fields(found)}
-    return None if any(value is _WRONG for value in values.values()) else found(**values)
+    wrong = any(value is _WRONG or not _fits(name, value) for name, value in values.items())
+    return None if wrong else found(**values)
 
 
 _WRONG = object()
+
+
+# What numbers can be; all others, from "never" on.
+_LIMITS = {"port": (1, 65535), "shards": (1, 1 << 31), "multiple": (1, 1 << 31), "divides": (0, 1 << 31)}
+_ANY = (NEVER, 1 << 62)
+
+
+def _fits(name: str, value: Any) -> bool:
+    low, high = _LIMITS.get(name, _ANY)
+    numbers = value if isinstance(value, tuple) else (value,) if type(value) is int else ()
+    return all(low <= number <= high for number in numbers)
 
 
 def _value(value: Any, kind: Any) -> Any:

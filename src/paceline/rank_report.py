@@ -10,6 +10,7 @@ import atexit
 import json
 import mmap
 import os
+import re
 import select
 import sys
 import threading
@@ -28,6 +29,7 @@ RECORD_STEPS_NAME = "PACELINE_DETERMINISM_STEPS"
 PATIENCE_S = 0.05
 # What must arrive is waited for longer: a launcher may be stopped for a while.
 DELIVERY_S = 60.0
+_NAMED, _SLOT = re.compile("[0-9]{1,9}:[0-9]{1,20}"), re.compile("[0-9]{1,9}")
 SLICE_S = 0.1  # of a wait, so that Python handles signals
 
 
@@ -52,7 +54,7 @@ def deliver(line: bytes) -> bool:
 def inherited_descriptor(named: str) -> int | None:
     """The descriptor that the launcher named, by its number and inode, if this process really has it."""
     number, _, inode = named.partition(":")
-    if not (number.isdigit() and inode.isdigit()):
+    if not _NAMED.fullmatch(named):
         return None
     try:
         return int(number) if os.fstat(int(number)).st_ino == int(inode) else None
@@ -84,7 +86,7 @@ def _write(descriptor: int, data: bytes, patience_s: float = PATIENCE_S) -> bool
 def inherited_progress() -> memoryview | None:
     """Where this rank notes its progress, as its launcher named it in the environment."""
     descriptor, slot = inherited_descriptor(os.environ.get(PROGRESS_NAME, "")), os.environ.get("LOCAL_RANK", "")
-    if descriptor is None or not slot.isdigit():
+    if descriptor is None or not _SLOT.fullmatch(slot):
         return None
     begin, size = int(slot) * PROGRESS_SLOT, os.fstat(descriptor).st_size
     if begin + PROGRESS_SLOT > size:

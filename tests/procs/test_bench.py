@@ -19,6 +19,7 @@ from paceline.bench.command import exit_code
 from paceline.bench.commands import COMMANDS
 from paceline.bench.conductor import Conductor, no_log
 from paceline.bench.machinery import MachinerySpec, run_machinery
+from paceline.bench.messages import receive
 from paceline.bench.processes import Order
 from paceline.bench.spec import StepSpec
 from paceline.bench.step_comparison import StepComparison, run_steps
@@ -183,7 +184,7 @@ def test_a_worker_ends_when_its_conductor_hangs_up(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "paceline.bench.worker", str(tmp_path / "conductor"), "floor", "0"]
         with subprocess.Popen(command) as worker:
             connection = Connection(listener.accept()[0].detach())
-            assert connection.recv() == ("floor", 0)
+            assert receive(connection) == ("floor", 0)
             connection.close()
             assert worker.wait(10.0) == 1
 

@@ -295,15 +295,29 @@ def test_logs_that_cannot_be_written_are_one_line(launch: Callable[..., Launcher
     assert "cannot be written: Not a directory; choose another folder, for instance with --log-dir" in err
 
 
-def test_a_full_disk_does_not_end_the_run(launch: Callable[..., Launcher], tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "job"
+def test_a_log_that_is_full_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import os\nif os.environ['RANK'] == '0': print('x' * 2000)\nprint('second')")
+    # No file gets more than a kilobyte. To the launcher that is an error of the disk, as one that is full.
+    words = f"ulimit -f 1; {shlex.quote(sys.executable)} -m paceline.cli run -n 2 --rdzv-id job script.py"
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        ["bash", "-c", words], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert says(done.stdout, "second")
+    assert "rank_0.log is no longer written: File too large" in done.stderr
+    assert (tmp_path / "runs" / "job" / "rank_1.log").read_text() == "second\n"
+
+
+def test_a_link_in_the_place_of_a_log_is_not_followed(launch: Callable[..., Launcher], tmp_path: Path) -> None:
+    folder, precious = tmp_path / "runs" / "job", tmp_path / "precious"
     folder.mkdir(parents=True)
-    (folder / "rank_0.log").symlink_to("/dev/full")
-    code, out, err = launch("print('first', flush=True)\nprint('second')", "-n", "2", "--rdzv-id", "job").end()
-    assert code == 0
-    assert says(out, "second")
-    assert "rank_0.log is no longer written: No space left on device" in err
-    assert (folder / "rank_1.log").read_text() == "first\nsecond\n"
+    precious.write_text("it stays")
+    (folder / "rank_0.log").symlink_to(precious)
+    code, out, err = launch("print('ran')", "-n", "2", "--rdzv-id", "job").end()
+    assert (code, out) == (2, "")
+    assert "rank_0.log cannot be written: Too many levels of symbolic links; choose another folder" in err
+    assert precious.read_text() == "it stays"
 
 
 @pytest.mark.parametrize(("number", "other"), [(1, 2), (2, 1)])

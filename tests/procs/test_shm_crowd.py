@@ -52,7 +52,7 @@ def be_rank(rank: int, size: int, path: str) -> None:
     rendezvous = Rendezvous.next(store, rank, size, watch, 40)
     with PeerListener(rank) as listener:
         told = rendezvous.gather("peer info", listener.own.encode())
-        mesh = connect(rendezvous, listener, [PeerInfo.decode(text) for text in told])
+        mesh = connect(rendezvous, listener, [PeerInfo.decode(text, rank) for rank, text in enumerate(told)])
     transport = ShmTransport(mesh, watch=watch, fallback=LocalTransport())
     flat = transport.allocate(1 << 18, torch.float32, CPU)
     for number in range(10):

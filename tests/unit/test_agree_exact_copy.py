@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from paceline.agree.exact_copy import ALIGNMENT, pack_exactly, unpack_exactly
+from paceline.agree.exact_copy import ALIGNMENT, UnknownKind, pack_exactly, unpack_exactly
 from paceline.errors import UsageError
 from tests.models import draw
 
@@ -89,7 +89,7 @@ def test_objects_are_made_like_those_of_the_receiver() -> None:
     assert torch.equal(pair.x, draw(0, 3)) and torch.equal(pair.y.x, draw(1, 2)) and pair.y.weight == 0.5
     assert dict(batch)["length"] == 4 and torch.equal(batch["ids"], draw(2, 4)) and batch.kind == "tokens"
     assert torch.equal(own[0]["ids"], draw(5, 1)), "the receiver's own is as it was"
-    with pytest.raises(KeyError, match="Pair"):
+    with pytest.raises(UnknownKind, match="Pair"):
         unpack_exactly(blob, CPU, like=[Batch()])
 
 

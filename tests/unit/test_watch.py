@@ -291,7 +291,7 @@ def test_a_connection_that_broke_after_a_verdict_is_told_as_the_verdict(store: H
     watch = StoreWatch(store, 0, 2)
     post(store, 1, PeerRecord(Identity.own()))
     watch.look("bucket 0", 0.6)
-    ((wait,),) = [PeerRecord.decode(store.get("paceline/rank/0")).waits]
+    ((wait,),) = [PeerRecord.decode(store.get("paceline/rank/0"), 0).waits]
     post(store, 1, PeerRecord(Identity.own(), verdict=("all ranks wait", [[wait.since], [1.0]])))
     error = watch.explain("bucket 0", 0.7, CLOSED)
     assert isinstance(error, CollectiveMismatch) and str(error) == "all ranks wait"

@@ -9,18 +9,19 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from paceline.errors import CapsuleDamaged, UsageError
-from paceline.stored.directory import replace_file
+from paceline.errors import CapsuleDamaged, Malformed, UsageError
+from paceline.stored.directory import PRIVATE, replace_file
 from paceline.stored.json_tree import Encoder, decode
 from paceline.stored.tensor_file import TensorFile, bytes_of, file_parts
 from paceline.stored.value_tree import MAX_DEPTH
+from paceline.typed_json import UNREADABLE, parse_json, shown
 
 FORMAT = "paceline capsule 1"
 Kind = Literal["divergence", "not-finite", "crash"]
@@ -66,13 +67,15 @@ class Capsule:
 def write_capsule(path: str | Path, capsule: Capsule) -> Path:
     """Write a capsule, on disk whole or not at all, and return its path. Raises OSError if that fails.
 
-    A file of this name is replaced. The folder is made if it is not there. Tensors of the host are not copied, so they
+    A file of this name is replaced. It holds samples of the user's, so nobody else can read it.
+
+    The folder is made if it is not there. Tensors of the host are not copied, so they
     must not change before this returns.
     """
     path = Path(path)
     parts = _to_parts(capsule)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, parts)
+    replace_file(path, parts, PRIVATE)
     return path
 
 
@@ -93,12 +96,45 @@ def _decoded(flat: torch.Tensor, path: Path) -> Capsule:
         if found.metadata.get("kind") != FORMAT:
             raise ValueError(f"expected a file of kind {FORMAT!r}, got {found.metadata.get('kind')!r}")
         _check_hash(flat, str(found.metadata.get("sha256")))
-        tree = decode(json.loads(str(found.metadata["capsule"])), found.__getitem__)
-        return Capsule(**tree)
-    except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
+        tree = parse_json(str(found.metadata["capsule"]), "a capsule")
+        return _checked(Capsule(**decode(tree, found.__getitem__)))
+    except UNREADABLE as error:
         raise CapsuleDamaged(
             f"{path} is not a whole failure capsule: {error}. Use a copy of it that is, or another rank's"
         ) from error
+
+
+def _checked(capsule: Capsule) -> Capsule:
+    """The capsule. Raises Malformed if a field is of another type than those that are written."""
+    for name, fits in _FIELDS.items():
+        if not fits(getattr(capsule, name)):
+            raise Malformed(f"its {name} is {shown(repr(getattr(capsule, name)))}")
+    return capsule
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def _holds(kind: type[Any], fits: Callable[[object], bool]) -> Callable[[Any], bool]:
+    def hold(value: Any) -> bool:
+        return isinstance(value, kind) and all(map(fits, value.values() if isinstance(value, dict) else value))
+
+    return hold
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "rank", "world_size"), _is_int),
+    **dict.fromkeys(("ranks", "lanes"), _holds(tuple, _is_int)),
+    **dict.fromkeys(("collectives", "omitted"), _holds(tuple, lambda value: isinstance(value, str))),
+    "error": lambda value: isinstance(value, str),
+    "seed": lambda value: value is None or _is_int(value),
+    "settings": lambda value: isinstance(value, dict),
+    "versions": _holds(dict, lambda value: isinstance(value, str)),
+    "rng": lambda value: value is None or isinstance(value, dict),
+    "others": _holds(tuple, lambda value: isinstance(value, dict)),
+    "state": _holds(dict, lambda value: isinstance(value, torch.Tensor)),
+}
 
 
 def _to_parts(capsule: Capsule) -> list[bytes | memoryview]:

@@ -7,18 +7,29 @@ named tuple, a dataclass or a dict with methods, is made like one of the same ki
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, MutableMapping
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
+from paceline.errors import Malformed, PacelineError
 from paceline.stored.json_tree import Encoder, decode_tensor
-from paceline.stored.tensor_file import TensorFile, bytes_of, file_parts
+from paceline.stored.packed import content_of
+from paceline.stored.tensor_file import file_parts
 from paceline.stored.value_tree import MARK, decode_tree
+from paceline.typed_json import shown
 
 ALIGNMENT = 64  # bytes; no kernel asks for more
+# A tensor whose elements are further apart than this is sent in no other form: who receives it would have to trust the
+# sender with as much memory as it names.
+MOST_BYTES, MOST_TIMES = 64 << 20, 4096
 _OBJECT = "object"  # where a leaf of the tree has the kind of an object
+
+
+class UnknownKind(PacelineError):
+    """Another rank has sent an object of a kind of which this rank holds none, so it cannot make one."""
 
 
 class _ExactEncoder(Encoder):
@@ -34,6 +45,8 @@ class _ExactEncoder(Encoder):
         found = super().leaf(value, path)
         if found is None or not isinstance(value, torch.Tensor):
             return found
+        if not _is_near(value.shape, value.stride(), value.dtype.itemsize):
+            raise self.refuse(path, f"a tensor of strides {value.stride()}, most of whose memory is not its own")
         return {
             **found,
             "strides": list(value.stride()),
@@ -53,14 +66,16 @@ def pack_exactly(value: Any, name: str) -> bytes:
 
 def unpack_exactly(blob: torch.Tensor, device: torch.device, like: Any = None) -> Any:
     """What `pack_exactly` packed. Tensors that were on a device are on `device`. `like`: something of this rank's own
-    that holds an object of each kind. Raises KeyError for a kind that it does not hold."""
-    length = int.from_bytes(bytes_of(blob)[:8], "little")
-    tensors = TensorFile(blob[8 + length :].clone())
+    that holds an object of each kind. Raises UnknownKind for a kind that it does not hold, and Malformed for bytes that
+    nobody has packed."""
+    packed, tensors = content_of(blob)
     examples = {_kind(found): found for found in _objects_in(like)}
     made: dict[tuple[str, bool], torch.Tensor] = {}
 
     def leaf(tree: dict[str, Any]) -> Any:
         if _OBJECT in tree:
+            if tree[_OBJECT] not in examples:
+                raise UnknownKind(f"this rank holds no {shown(tree[_OBJECT])} to make one like it")
             return _made_like(examples[tree[_OBJECT]], {name: decode(part) for name, part in tree["parts"].items()})
         value = tensors[tree["name"]]
         if tree[MARK] != "tensor":
@@ -75,7 +90,7 @@ def unpack_exactly(blob: torch.Tensor, device: torch.device, like: Any = None) -
     def decode(tree: Any) -> Any:
         return decode_tree(tree, leaf)
 
-    return decode(json.loads(bytes(bytes_of(blob)[8 : 8 + length])))
+    return decode(packed)
 
 
 # ---- objects that are no plain values
@@ -126,9 +141,17 @@ def _objects_in(value: Any) -> Iterator[Any]:
 # ---- tensors
 
 
+def _is_near(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
+    """Whether the elements of a tensor are near enough to each other for a copy with these strides."""
+    span = (1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))) * size
+    return span <= max(MOST_BYTES, MOST_TIMES * math.prod(shape) * size)
+
+
 def _placed(values: torch.Tensor, strides: list[int], place: int, device: torch.device) -> torch.Tensor:
     """A copy with these strides, whose memory begins as many bytes after an aligned address as it did before."""
     spans = [(size - 1) * stride for size, stride in zip(values.shape, strides, strict=True)]
+    if any(stride < 0 for stride in strides) or not _is_near(values.shape, strides, values.dtype.itemsize):
+        raise Malformed(f"a tensor of shape {shown(list(values.shape))} cannot have the strides {shown(strides)}")
     if not values.numel() or any(stride == 0 and size > 1 for size, stride in zip(values.shape, strides, strict=True)):
         return values.to(device)  # several elements share memory, so there is none to be written to
     size = values.dtype.itemsize

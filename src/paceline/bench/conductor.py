@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from paceline.bench.messages import receive
 from paceline.bench.processes import ContenderFailed, ContenderProcesses, Order
 
 Log = Callable[[str], None]
@@ -127,9 +128,10 @@ class Conductor:
 
     def _admit(self, connection: Connection) -> None:
         try:
-            label, rank = connection.recv()
-            self._running[label].connections[rank] = connection
-        except (EOFError, OSError, KeyError):  # it died, or its contender was dropped meanwhile
+            label, rank = receive(connection)
+            self._running[label].connections[int(rank)] = connection
+        except (EOFError, OSError, LookupError, ValueError, TypeError):  # it died, it is none of ours, or its contender
+            # was dropped meanwhile
             connection.close()
 
     @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.contenders import ContenderName
+from paceline.bench.messages import receive, send
 from paceline.launch.rank_processes import RankExited, RankProcesses
 
 TAIL_LINES = 5
@@ -102,7 +103,7 @@ class ContenderProcesses:
         """Send `message` to every rank."""
         try:
             for connection in self.connections.values():
-                connection.send(message)
+                send(connection, message)
         except OSError as error:
             raise self.failure(f"could not send to a rank: {error}") from error
 
@@ -134,11 +135,13 @@ class ContenderProcesses:
 
     def _read(self, connection: Connection) -> tuple[str, Any]:
         try:
-            kind, content = connection.recv()
+            kind, content = receive(connection)
         except (EOFError, OSError) as error:
             exits = self._exited(within_s=1.0)
             how = exits[0].how if exits else "closed its connection"
             raise self.failure(f"a rank {how}") from error
+        except (ValueError, TypeError) as error:
+            raise self.failure(f"a rank sent what is no message: {error}") from error
         return kind, content
 
     def failure(self, message: str) -> ContenderFailed:

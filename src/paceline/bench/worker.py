@@ -12,6 +12,7 @@ from typing import Any
 from paceline.bench.checkout import import_from
 from paceline.bench.contenders import find_contender
 from paceline.bench.loading import load_named
+from paceline.bench.messages import receive, send
 from paceline.bench.processes import Order
 from paceline.bench.tasks import Task
 
@@ -29,12 +30,12 @@ def serve(connection: Connection, rank: int) -> None:
     """Call the methods of a task as the conductor asks, until its end."""
 
     def barrier() -> None:
-        connection.send(("barrier", None))
-        connection.recv()
+        send(connection, ("barrier", None))
+        receive(connection)
 
     task: Task | None = None
     while True:
-        do, *arguments = connection.recv()
+        do, *arguments = receive(connection, settings=True)
         try:
             if do == "load":
                 task = make_task(arguments[0], rank)
@@ -43,9 +44,9 @@ def serve(connection: Connection, rank: int) -> None:
                 answer = getattr(task, do)(*arguments, *((barrier,) if do == "run" else ()))
         except Exception as error:  # noqa: BLE001 (whatever a peer raises is the contender's result)
             traceback.print_exc()
-            connection.send(("failed", f"{type(error).__name__}: {error}"))
+            send(connection, ("failed", f"{type(error).__name__}: {error}"))
             continue
-        connection.send(("answer", answer))
+        send(connection, ("answer", answer))
         if do == "close":
             return
 
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> None:
     address, label, rank_text = arguments
     rank = int(os.environ["PMI_RANK"]) if rank_text == "mpi" else int(rank_text)
     with Client(address, "AF_UNIX") as connection:
-        connection.send((label, rank))
+        send(connection, (label, rank))
         try:
             serve(connection, rank)
         except (EOFError, OSError):

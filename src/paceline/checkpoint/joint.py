@@ -10,16 +10,32 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.checkpoint.checkpoint_errors import CheckpointError
-from paceline.stored.directory import FileRecord, make_directory
+from paceline.errors import Malformed
+from paceline.stored.directory import PRIVATE, FileRecord, make_directory
+from paceline.typed_json import read_json
 
 STALLED_S = 600.0  # a rank that has written nothing for so long is given up, where locks do not tell whether it lives
 LONGEST_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank has written, and what went wrong, if anything did."""
+
+    files: Mapping[str, FileRecord]
+    problem: str
+
+
+def _said(rank: int, text: bytes) -> RankRecord:
+    try:
+        return read_json(RankRecord, text, f"what rank {rank} has written")
+    except Malformed as error:
+        raise CheckpointError(f"{error}; nobody but the ranks of this run may write to their checkpoints") from error
 
 
 class JointWrite:
@@ -42,12 +58,14 @@ class JointWrite:
             fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # in use: not abandoned
         except OSError as error:
             _check_only_unsupported(error)
-        self._record = os.open(self._path_of(self._rank), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._record = os.open(
+            self._path_of(self._rank), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE
+        )
         _lock(self._record)
 
     def leave(self, files: dict[str, FileRecord], problem: str) -> None:
         """Say what this rank has written, or why it could not."""
-        text = json.dumps({"files": {name: asdict(one) for name, one in files.items()}, "problem": problem})
+        text = json.dumps(asdict(RankRecord(files, problem)))
         try:
             os.pwrite(self._record, f"{text}\n".encode(), 0)
         finally:
@@ -66,11 +84,10 @@ class JointWrite:
         problems = []
         for rank in self._others:
             text = self._wait_for(rank)
-            told: dict[str, Any] = json.loads(text or '{"files": {}, "problem": "it ended while it wrote"}')
-            for name, one in told["files"].items():
-                files[name] = FileRecord(one["size"], one["chunk"], tuple(one["sha256"]))
-            if told["problem"]:
-                problems.append(f"rank {rank} could not write its part: {told['problem']}")
+            told = _said(rank, text) if text else RankRecord({}, "it ended while it wrote")
+            files.update(told.files)
+            if told.problem:
+                problems.append(f"rank {rank} could not write its part: {told.problem}")
         return files, "; ".join(problems)
 
     def remove_records(self) -> None:
@@ -81,7 +98,7 @@ class JointWrite:
     def _path_of(self, rank: int) -> Path:
         return self.home / f".rank-{rank:05d}"
 
-    def _wait_for(self, rank: int) -> str:
+    def _wait_for(self, rank: int) -> bytes:
         """The record of a rank, or nothing if it has ended without one."""
         record, pause, size = self._path_of(rank), 0.001, -1
         deadline = time.monotonic() + STALLED_S
@@ -90,13 +107,13 @@ class JointWrite:
             descriptor = os.open(record, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 alive = not _lock(descriptor)
-                text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
+                text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
             finally:
                 os.close(descriptor)
-            if text.endswith("\n"):
+            if text.endswith(b"\n"):
                 return text
             if not alive:
-                return ""
+                return b""
             if (grown := _size_of(self.home)) != size:
                 size, deadline = grown, time.monotonic() + STALLED_S
             if time.monotonic() > deadline:

@@ -10,12 +10,15 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as fields_of
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from paceline.errors import Malformed
 from paceline.stored.directory import FileRecord
+from paceline.typed_json import parse_json, shown, typed
 
 FILE = "manifest.json"
 NAME = re.compile(r"manifest(?:-\d{5,})?\.json\Z")
@@ -58,10 +61,10 @@ def stem_of(file: str) -> str:
 
 
 def merged(manifests: Sequence[Manifest]) -> Manifest:
-    """The manifests of several hosts as one. Raises ValueError if they are not of the same snapshot."""
+    """The manifests of several hosts as one. Raises Malformed if they are not of the same snapshot."""
     first, *others = manifests
     if any((one.number, one.id) != (first.number, first.id) for one in others):
-        raise ValueError("there are manifests of different snapshots; keep the files of one snapshot per directory")
+        raise Malformed("there are manifests of different snapshots; keep the files of one snapshot per directory")
     files = {name: record for one in reversed(manifests) for name, record in one.files.items()}
     return replace(first, files=files, ranks=tuple(sorted({rank for one in manifests for rank in one.ranks})))
 
@@ -82,29 +85,58 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def from_bytes(raw: bytes) -> Manifest:
-    """The manifest. Raises ValueError if a byte of it has changed."""
+    """The manifest. Raises Malformed if a byte of it has changed, or if it is of another kind."""
     end = _END.search(raw)
     if end is None:
-        raise ValueError("it has no hash at its end")
+        raise Malformed("it has no hash at its end")
     expected = end[1].decode()
     found = hashlib.sha256(raw[: end.start()]).hexdigest()
     if found != expected:
-        raise ValueError(f"its hash is {found[:12]}…, expected {expected[:12]}…")
-    fields = json.loads(raw)
-    if fields["format"] not in (WHOLE_FILES, ONE_WRITER, FORMAT):
-        raise ValueError(f"it has format {fields['format']}, expected at most {FORMAT}; a newer paceline wrote it")
-    files = {name: _record(**record) for name, record in fields["files"].items()}
-    model = {name: (dtype, tuple(shape)) for name, (dtype, shape) in fields["model"].items()}
-    known = ("step", "number", "id", "world_size", "versions")
-    later = {name: fields[name] for name in ("compared", "metric") if name in fields}
-    ranks = tuple(fields.get("ranks", (0,)))
-    return Manifest(**{name: fields[name] for name in known}, files=files, model=model, ranks=ranks, **later)
+        raise Malformed(f"its hash is {found[:12]}…, expected {expected[:12]}…")
+    fields = parse_json(raw, "a manifest")
+    if not isinstance(fields, dict) or fields.get("format") not in (WHOLE_FILES, ONE_WRITER, FORMAT):
+        known = fields.get("format") if isinstance(fields, dict) else fields
+        raise Malformed(f"it has format {shown(known)}, expected at most {FORMAT}; a newer paceline wrote it")
+    written = typed(_Written, {name: fields[name] for name in fields.keys() & _NAMES}, "a manifest")
+    if bad := next((name for name in written.files if not _FILE_NAME.fullmatch(name)), None):
+        raise Malformed(f"it names a file {shown(bad)!r}, expected names of files; that is outside of the snapshot")
+    files = {name: _record(**asdict(record)) for name, record in written.files.items()}
+    return Manifest(**{**{name: getattr(written, name) for name in _NAMES}, "files": files})
 
 
-def _record(size: int, sha256: str | list[str], chunk: int | None = None) -> FileRecord:
+@dataclass(frozen=True)
+class _WrittenFile:
+    """What a manifest of any format says of a file."""
+
+    size: int
+    sha256: str | tuple[str, ...]
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A manifest of any format, as it was written."""
+
+    step: int
+    number: int
+    id: int
+    world_size: int
+    files: Mapping[str, _WrittenFile]
+    model: Mapping[str, tuple[str, tuple[int, ...]]]
+    versions: Mapping[str, str]
+    compared: int = 0
+    ranks: tuple[int, ...] = (0,)
+    metric: float | None = None
+
+
+_NAMES = frozenset(one.name for one in fields_of(Manifest))
+_FILE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\0\ud800-\udfff]{1,255}", re.DOTALL)
+
+
+def _record(size: int, sha256: str | tuple[str, ...], chunk: int | None = None) -> FileRecord:
     """What the manifest says of a file. Without `chunk` the file has one hash."""
     found = FileRecord(size, max(size, 1), (sha256,)) if isinstance(sha256, str) else None
     found = found or FileRecord(size, int(chunk or 0), tuple(sha256))
-    if found.chunk < 1 or len(found.sha256) != max(1, -(-found.size // found.chunk)):
-        raise ValueError(f"it has {len(found.sha256)} hashes of chunks of {found.chunk} bytes for {size} bytes")
+    if size < 0 or found.chunk < 1 or len(found.sha256) != max(1, -(-found.size // found.chunk)):
+        raise Malformed(f"it has {len(found.sha256)} hashes of chunks of {found.chunk} bytes for {size} bytes")
     return found

@@ -7,9 +7,24 @@ import torch
 
 from paceline.checkpoint.shards import kept_per_element, updated
 from paceline.checkpoint.stored_tensor import StoredTensor, fill, stored_in
+from paceline.errors import Malformed
 from paceline.stored.tensor_part import TensorPart
 
 MASTER = "master"  # the key under which an optimizer over shards keeps its wide copy of a parameter
+
+
+def check_optimizer_form(saved: Any) -> None:
+    """Raise Malformed unless this is the state of an optimizer as torch makes it: states by parameter, and groups."""
+    state, groups = (saved.get("state"), saved.get("param_groups")) if isinstance(saved, dict) else (None, None)
+    states = isinstance(state, dict) and all(isinstance(values, dict) for values in state.values())
+    listed = isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(type(place) in (int, str) for place in group["params"])
+        for group in groups
+    )
+    if not (states and listed):
+        raise Malformed("an optimizer's state has no state by parameter, or no groups of parameters")
 
 
 def _of_params(

@@ -17,6 +17,7 @@ from paceline.checkpoint.checkpoint_errors import CheckpointMismatch, Damaged, S
 from paceline.checkpoint.open_snapshot import Chunk
 from paceline.checkpoint.snapshots import Snapshot, place_of
 from paceline.collectives.checked import all_gather
+from paceline.collectives.gather import message_of
 from paceline.stored.directory import make_directory
 from paceline.stored.tensor_file import bytes_of
 
@@ -48,7 +49,8 @@ def _gather_padded(blob: bytes, size: int, group: OptionalGroup) -> list[bytes]:
 
 def gather(value: Any, group: OptionalGroup) -> list[Any]:
     """The value of every rank, in rank order: anything that JSON can hold, of any size."""
-    return [json.loads(blob) for blob in gather_bytes(json.dumps(value).encode(), group)]
+    blobs = gather_bytes(json.dumps(value).encode(), group)
+    return [message_of(blob, rank, "a message about checkpoints") for rank, blob in enumerate(blobs)]
 
 
 def text_hash(text: str) -> str:

@@ -1,6 +1,5 @@
 """What a snapshot holds, and how it is put into the objects of a run."""
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from paceline.bare import bare
 from paceline.checkpoint.checkpoint_errors import CheckpointMismatch, Damaged
 from paceline.checkpoint.manifest import stem_of
 from paceline.checkpoint.open_snapshot import OpenSnapshot
-from paceline.checkpoint.optimizer_parts import filled_state, wanted_of
+from paceline.checkpoint.optimizer_parts import check_optimizer_form, filled_state, wanted_of
 from paceline.checkpoint.shards import model_state, names_of_params, sharded_parameters
 from paceline.checkpoint.snapshots import Snapshot
 from paceline.checkpoint.state import (
@@ -27,11 +26,18 @@ from paceline.checkpoint.state import (
     whole_shapes,
 )
 from paceline.checkpoint.stored_tensor import StoredTensor, StoredTensors, fill, stored_in
+from paceline.errors import Malformed
 from paceline.kernels import differences
 from paceline.stored.packed import unpack
 from paceline.stored.tensor_part import TensorPart
 from paceline.stored.value_tree import decode_tree
+from paceline.typed_json import UNREADABLE, read_json, shown, typed
 
+_TREE: Any = dict[str, Any]
+_TEXT: Any = str | None
+_TEXTS: Any = list[str] | None
+_KERNELS: Any = dict[str, str] | None
+_COUNT: Any = int | None
 # States of torch's optimizers that have an entry for every element of their parameter.
 SHAPED_LIKE_PARAMS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
 
@@ -62,18 +68,38 @@ class Restored:
         files = sorted(opened.snapshot.manifest.files)
         try:
             self.trees = [name for name in files if stem_of(name) == TREE]
-            tree = json.loads(opened.content(self.trees[0]))
+            tree = read_json(_TREE, opened.content(self.trees[0]), "the tree of a snapshot")
             weights = StoredTensors(opened, [name for name in files if stem_of(name) == MODEL])
             rest = StoredTensors(opened, [name for name in files if stem_of(name) == STATE])
             self.model = decode_tree(tree.get("model"), weights.leaf)
             self._metadata = fill(decode_tree(tree.get("model_metadata"), rest.leaf))
             self.optimizer = decode_tree(tree.get("optimizer"), rest.leaf)
-            self.optimizer_kind, self.optimizer_params = tree.get("optimizer_kind"), tree.get("optimizer_params")
-            self._kernels, self._lanes = tree.get("kernels"), tree.get("lanes")
+            self.optimizer_kind = typed(_TEXT, tree.get("optimizer_kind"), "the kind of an optimizer")
+            self.optimizer_params = typed(_TEXTS, tree.get("optimizer_params"), "the names of parameters")
+            self._kernels = typed(_KERNELS, tree.get("kernels"), "the kernels of a run")
+            self._lanes = typed(_COUNT, tree.get("lanes"), "the number of lanes")
             self.more: dict[str, Any] = decode_tree(tree["more"], rest.leaf)
-            self._per_rank: list[str] = tree["per_rank"]
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            self._per_rank = typed(list[str], tree["per_rank"], "what each rank has of its own")
+            self._check_form()
+        except UNREADABLE as error:
             raise Damaged(opened.snapshot.path, f"its parts do not fit together: {error}") from error
+
+    def _check_form(self) -> None:
+        """Raise Malformed unless model and optimizer are what torch takes for their states."""
+        described = self.snapshot.manifest.model
+        for name, value in (self.model or {}).items():
+            is_tensor = isinstance(value, StoredTensor)
+            if name in described and not (is_tensor and tuple(value.shape) == described[name][1]):
+                raise Malformed(f"the model's {shown(name)!r} is not the tensor that the manifest describes")
+        if self._metadata is not None and not isinstance(self._metadata, dict):
+            raise Malformed(f"the model has the metadata {shown(self._metadata)}")
+        if missing := described.keys() - (self.model or {}).keys():
+            raise Malformed(f"the model has no {shown(min(missing))!r}, which the manifest describes")
+        if self.optimizer is not None:
+            check_optimizer_form(self.optimizer)
+        by_rank = isinstance(self.more, dict) and all(isinstance(self.more.get(name), list) for name in self._per_rank)
+        if not by_rank:
+            raise Malformed("what was saved beside model and optimizer has no names, or not the values of all ranks")
 
     def check_complete(self) -> None:
         """Raise Damaged unless all tensors of model and optimizer are in the files."""
@@ -92,6 +118,10 @@ class Restored:
             yield from wanted_of(self.optimizer or {}, targets.optimizer)
         for name, value in self.more.items():
             if isinstance(into := targets.more.get(name), torch.optim.Optimizer):
+                try:
+                    check_optimizer_form(value)
+                except Malformed as error:
+                    raise Damaged(self.snapshot.path, f"{name}: {error}") from error
                 yield from wanted_of(value, into)
             else:
                 yield from ((one, 0, one.shape.numel()) for one in stored_in(value))
@@ -141,17 +171,25 @@ class Restored:
             if name in self._per_rank:
                 state = unpack(self._read(fill(state[self._rank])))
             if isinstance(value, torch.optim.Optimizer):
-                value.load_state_dict(self._read(filled_state(self.more.pop(name), value)))
+                self._put_optimizer(name, value, self.more.pop(name))
                 continue
             module = bare(value) if isinstance(value, nn.Module) else None
             (module or value).load_state_dict(self._read(fill(state, module and module.state_dict())))
         if targets.model is not None:
             self._put_model(targets.model, targets.state)
         if targets.optimizer is not None:
-            targets.optimizer.load_state_dict(self._read(filled_state(self.optimizer, targets.optimizer)))
+            self._put_optimizer("optimizer", targets.optimizer, self.optimizer)
         self.more = self._read(fill(self.more))
         for name in self._per_rank:
             self.more[name] = [unpack(blob) for blob in self.more[name]]
+
+    def _put_optimizer(self, name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        filled = self._read(filled_state(saved, optimizer))
+        try:
+            optimizer.load_state_dict(filled)
+        except (TypeError, LookupError, AttributeError) as error:  # torch looks at no type before it uses a value
+            why = f"{name}: a {kind_of(optimizer)} does not take its values ({type(error).__name__}: {error})"
+            raise Damaged(self.snapshot.path, why) from error
 
     def _read(self, filled: Any) -> Any:
         """The same value, when all of it has been read."""

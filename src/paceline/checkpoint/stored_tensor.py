@@ -1,19 +1,22 @@
 """Tensors that are still in the files of a snapshot, in the place of those that a decoded value will hold."""
 
-import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
 from paceline.checkpoint.open_snapshot import Chunk, OpenSnapshot
+from paceline.errors import Malformed
 from paceline.stored.json_tree import decode_tensor
-from paceline.stored.tensor_file import PARTS, bytes_of
+from paceline.stored.tensor_file import PARTS, TensorEntry, bytes_of, is_shape
 from paceline.stored.tensor_part import Order, flat_of, in_order, order_of
 from paceline.stored.value_tree import MARK, dtype_of
+from paceline.typed_json import read_json, shown, typed
 
+_SHAPE: Any = tuple[int, ...]
+_PARTS: Any = dict[str, tuple[str, int, tuple[int, ...], tuple[int, ...]]]
 SCRATCH_BYTES = 16 << 20  # where bytes cannot be read into a tensor's own memory
 
 
@@ -172,6 +175,17 @@ class _Described(NamedTuple):
     pieces: list[_Piece]
 
 
+def _check_part(entry: TensorEntry, first: int, shape: Sequence[int], order: Sequence[int]) -> None:
+    """Raise Malformed unless the entry can be elements `first` and following of a tensor of this shape and order."""
+    elements = (entry.end - entry.begin) // entry.dtype.itemsize
+    fits = is_shape(shape, math.prod(shape)) and 0 <= first <= math.prod(shape) - elements
+    if not fits or sorted(order) != list(range(len(shape))):
+        raise Malformed(
+            f"{elements} elements from {first} on in the order {shown(list(order))} are no part of a tensor of shape "
+            f"{shown(list(shape))}"
+        )
+
+
 class StoredTensors:
     """The tensors of the files of one kind, by name."""
 
@@ -182,10 +196,12 @@ class StoredTensors:
         self._made: dict[str, StoredTensor] = {}
         for file in files:
             start, metadata, entries = opened.header(file)
-            parts: Mapping[str, Any] = json.loads(str(metadata.get(PARTS, "{}")))
+            parts = read_json(_PARTS, str(metadata.get(PARTS, "{}")), f"the parts of tensors in {file}")
             for entry in entries.values():
-                name, first, shape, order = parts.get(entry.name, (entry.name, 0, entry.shape, range(len(entry.shape))))
-                described = _Described(entry.dtype, tuple(shape), tuple(order), [])
+                whole = entry.name, 0, entry.shape, tuple(range(len(entry.shape)))
+                name, first, shape, order = parts.get(entry.name, whole)
+                _check_part(entry, first, shape, order)
+                described = _Described(entry.dtype, shape, order, [])
                 known = self._found.setdefault(name, described)
                 if known[:3] != described[:3]:
                     raise ValueError(f"{name!r} is described in two ways by its parts")
@@ -201,7 +217,10 @@ class StoredTensors:
             if found is None and "part_of" not in tree:
                 raise ValueError(f"there is no tensor {name!r}")
             if found is None or "dtype" in tree:  # all of it is in the files of other hosts, or it is kept as bytes
-                dtype, shape = dtype_of(tree.get("dtype") or tree["part_of"]), tuple(tree["shape"])
+                dtype = dtype_of(tree.get("dtype") or tree["part_of"])
+                shape = typed(_SHAPE, tree["shape"], f"the shape of {shown(name)!r}")
+                if not is_shape(shape, math.prod(shape)):
+                    raise Malformed(f"{shown(name)!r} cannot have the shape {shown(list(shape))}")
                 found = _Described(dtype, shape, tuple(range(len(shape))), found.pieces if found else [])
             self._made[name] = StoredTensor(self._opened, name, *found)
         stored = self._made[name]

@@ -1,12 +1,12 @@
 """`paceline doctor --determinism SCRIPT …`: runs a script twice and reports what it computed differently."""
 
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.run_flags import parse
 from paceline.cli.run_job import job_from
@@ -14,7 +14,9 @@ from paceline.errors import PacelineError, UsageError
 from paceline.launch import Job, Listener, supervise
 from paceline.rank_report import RECORD_NAME, RECORD_STEPS_NAME
 from paceline.replica.recording_diff import Line, compare
+from paceline.typed_json import read_json
 
+_LINE: Any = dict[str, Any]
 UNKNOWN = 2  # the exit status if the runs cannot be compared
 
 
@@ -62,12 +64,12 @@ def _record(job: Job, number: int) -> list[Line]:
         file = Path(folder) / "record"
         environment = {**job.environment, RECORD_NAME: str(file)}
         outcome = supervise(replace(job, run_dir=Path(folder), environment=environment), output)
-        found = file.read_text(encoding="utf-8") if file.exists() else ""
+        found = file.read_bytes() if file.exists() else b""
     if outcome.exit_code and outcome.signal:
         raise KeyboardInterrupt
     if outcome.failure is not None:
         raise UsageError("the script failed, so its runs cannot be compared: " + "\n".join(outcome.failure.lines()))
-    lines = [json.loads(line) for line in found.splitlines()]
+    lines = [read_json(_LINE, line, "what a replica has computed") for line in found.splitlines()]
     if not lines:
         last = "".join(f"\n    | {line}" for line in output.lines)
         raise UsageError(

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.faults.fault import asked_for
 from paceline.launch import ElasticTerms, Job, gpu_count
 from paceline.world import World
-from paceline.world.environment import DEFAULT_PORT, Variables, is_loopback
+from paceline.world.environment import DEFAULT_PORT, MAX_DIGITS, Variables, is_loopback
 from paceline.world.launchers import from_skypilot, from_slurm
 
 RECOVERY_S = 600.0
@@ -52,11 +52,18 @@ def _command(flags: argparse.Namespace) -> tuple[str, ...]:
     python = (sys.executable, "-u", "-m", "paceline.rank_script")
     if flags.module:
         return (*python, "-m", script, *rest)
-    if not Path(script).exists():
+    if not _exists(Path(script)):
         raise UsageError(f"the script {script!r} does not exist (looked in {Path.cwd().name}/)")
     if Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
         raise UsageError(f"{script!r} is a folder without __main__.py: expected a script")
     return (*python, script, *rest)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # as where the name is too long for any file
+        return False
 
 
 def _ranks(asked: str | None, gpu_ids: tuple[int, ...] | None, environ: Mapping[str, str]) -> int:
@@ -85,7 +92,7 @@ def _elastic(flags: argparse.Namespace) -> ElasticTerms | None:
         raise UsageError(
             f"--ranks {flags.ranks} and -n {flags.nproc_per_node} cannot be combined: MAX is how many ranks are started"
         )
-    if not (found := re.fullmatch(r"([0-9]+)(?::([0-9]+))?", flags.ranks)):
+    if not (found := re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", flags.ranks)):
         raise UsageError(f"--ranks {flags.ranks}: expected MIN:MAX, such as 2:4")
     minimum, maximum = int(found[1]), int(found[2] or found[1])
     if not 1 <= minimum <= maximum:
@@ -101,7 +108,7 @@ def _elastic(flags: argparse.Namespace) -> ElasticTerms | None:
 
 def _gpu_ids(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    if not all(re.fullmatch("[0-9]{1,9}", part) for part in parts):
         raise UsageError(f"--gpu-ids {text!r}: expected comma-separated numbers, such as 1,2")
     ids = tuple(int(part) for part in parts)
     if len(set(ids)) < len(ids):
@@ -183,7 +190,7 @@ def _several_machines(environ: Mapping[str, str]) -> World | None:
 
 def _whole(name: str, text: str, *, low: int = 0, more: str = "") -> int:
     digits = str(text)
-    if not (digits.isascii() and digits.isdigit()) or int(digits) < low:
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS) or int(digits) < low:
         raise UsageError(f"{name} {text}: expected a whole number of at least {low}{more}")
     return int(digits)
 

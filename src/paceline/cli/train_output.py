@@ -20,10 +20,12 @@ from paceline.launch.elastic_actions import Formed, Loss
 from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
 from paceline.train.run_report import facts
+from paceline.typed_json import UNREADABLE, shown
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
 PLAIN_EVERY_S = 5.0
+_STEP = ("loss", "tokens_per_s", "own_tokens_per_s", "step_s", "exposed_s", "data_s")  # what is shown of a step
 STOPPED_EXIT = 128 + 15  # as a process that SIGTERM has ended
 
 
@@ -69,12 +71,18 @@ class TrainOutput(Listener):
         self._print(self._elastic.formed(formed))
 
     def reported(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
+        try:
+            self._reported(rank, kind, fields)
+        except UNREADABLE as error:  # whatever a rank has started may write to its pipe
+            self._print(f"rank {rank} reported {shown(kind)!r} and did not say what belongs to it ({error!r})")
+
+    def _reported(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         if self._leader is None and kind == "step":
             self._leader = rank
         if kind == "step":
             self._stepped(rank, fields)
         elif kind == "refused":
-            self._refused = fields["text"]
+            self._refused = str(fields["text"])
         elif rank != self._leader:
             return
         elif kind == "ready":
@@ -96,7 +104,7 @@ class TrainOutput(Listener):
         elif kind == "resumed":
             self._resumed(fields)
         elif kind == "trouble":
-            self._print(fields["text"])
+            self._print(str(fields["text"]))
         elif kind == "saved" and fields["problem"]:
             self._print(f"step {fields['step']:5d}   checkpoint NOT saved: {fields['problem']}")
 
@@ -113,6 +121,7 @@ class TrainOutput(Listener):
     # ---- what is shown
 
     def _stepped(self, rank: int, fields: dict[str, Any]) -> None:
+        fields = {"step": int(fields["step"]), **{name: float(fields[name]) for name in _STEP}}
         self._of_rank[rank] = fields
         if rank != self._leader:
             return

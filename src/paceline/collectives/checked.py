@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,17 @@ from torch.distributed.distributed_c10d import Store
 from paceline.collectives.call_site import CallFrame, call_site, describe_site, difference
 from paceline.collectives.group import finish
 from paceline.collectives.local import LocalTransport
+from paceline.collectives.peers import FOREIGN
 from paceline.collectives.protocols import CollectiveCall, Op, Transport, Work
 from paceline.collectives.store_call import StoreCall
 from paceline.collectives.store_gather import StoreGather
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.collectives.torch_store import store_of, watch_of
 from paceline.collectives.watch import StoreWatch
-from paceline.errors import CollectiveMismatch, PeerAbsent, UsageError
+from paceline.errors import CollectiveMismatch, Malformed, MessageDamaged, PeerAbsent, UsageError
+from paceline.typed_json import read_json
 
+_AS_POSTED: Any = tuple[str, str | None, tuple[tuple[str, int, str, bool], ...]]
 BRIEF_S = 5.0  # a shorter timeout ends a wait sooner than a deadlock is found
 
 
@@ -132,8 +136,12 @@ class _PostedCall:
         return json.dumps([self.call, self.tag, self.site])
 
     @classmethod
-    def decode(cls, text: str) -> "_PostedCall":
-        call, tag, site = json.loads(text)
+    def decode(cls, text: str, rank: int) -> "_PostedCall":
+        """What that rank has posted. Raises MessageDamaged if it is no such line."""
+        try:
+            call, tag, site = read_json(_AS_POSTED, text, f"the call of rank {rank}")
+        except Malformed as error:
+            raise MessageDamaged(f"{error}; {FOREIGN}", ranks=[rank]) from error
         return cls(call, tag, tuple(CallFrame(*frame) for frame in site))
 
     def differs(self, other: "_PostedCall") -> int | None:
@@ -218,7 +226,7 @@ class _Call:
                 raise
             if not isinstance(error, PeerAbsent):  # the last rank has come while this one gave up: it counts
                 raise
-        _compare([_PostedCall.decode(text) for text in posted.result()])
+        _compare([_PostedCall.decode(text, rank) for rank, text in enumerate(posted.result())])
 
     def _left_s(self) -> float | None:
         return None if self._ends is None else max(0.0, self._ends - time.monotonic())

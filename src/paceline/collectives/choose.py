@@ -53,7 +53,8 @@ class _Choice:
         flat = base.dup(timeout_s, self._devices)
         rendezvous = Rendezvous.next(store, base.rank, base.size, flat.watch, timeout_s)
         with PeerListener(base.rank, self._requested) as listener:
-            everyone = [PeerInfo.decode(text) for text in rendezvous.gather("peer info", listener.own.encode())]
+            told = rendezvous.gather("peer info", listener.own.encode())
+            everyone = [PeerInfo.decode(text, rank) for rank, text in enumerate(told)]
             _check_requests(everyone)
             groups = hosts(everyone)
             try:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from paceline.collectives.group import Group
+from paceline.errors import Malformed, MessageDamaged
+from paceline.typed_json import parse_json
 
 
 def gather_row(group: Group, row: torch.Tensor, what: str) -> torch.Tensor:
@@ -45,4 +47,12 @@ def gather_unless_equal(group: Group, value: Any, what: str) -> list[Any] | None
     digests = gather_ints(group, list(hashlib.sha256(text).digest()), what)
     if all(digest == digests[0] for digest in digests):
         return None
-    return [json.loads(raw) for raw in gather_bytes(group, text, what)]
+    return [message_of(raw, rank, what) for rank, raw in enumerate(gather_bytes(group, text, what))]
+
+
+def message_of(raw: bytes, rank: int, what: str) -> Any:
+    """The JSON that a rank has sent. Raises MessageDamaged if it is none."""
+    try:
+        return parse_json(raw, what)
+    except Malformed as error:
+        raise MessageDamaged(f"what rank {rank} has sent is not what came: {error}", ranks=[rank]) from error

@@ -16,7 +16,12 @@ from torch.distributed.distributed_c10d import Store
 
 from paceline.collectives.group import CallLog
 from paceline.collectives.store_call import StoreCall
+from paceline.errors import Malformed, MessageDamaged
 from paceline.rank_report import STORE_HOST_NAME
+from paceline.typed_json import read_json
+
+# What to do about a value on the store of a group that no rank of it has written.
+FOREIGN = "another program may write to the store of this group: see who else can connect to this machine"
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,14 @@ class Identity:
         namespace = Path("/proc/self/ns/pid").readlink()
         address = os.environ.get(STORE_HOST_NAME, "")
         return cls(f"{boot} {hostname} {namespace}", hostname, pid, _stat(pid)[1], address)
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes) -> "Identity":
+        """What `encode` made. Raises Malformed for anything else."""
+        return read_json(cls, text, "a process")
 
     def state(self) -> str:
         """Of a process on this host: "alive", "stopped" or "dead"."""
@@ -105,13 +118,12 @@ class PeerRecord:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: bytes) -> "PeerRecord":
-        found = json.loads(text)
-        found["identity"] = Identity(**found["identity"])
-        found["waits"] = [Wait(**wait) for wait in found["waits"]]
-        found["sequences"] = {sequence: Issued(**issued) for sequence, issued in found["sequences"].items()}
-        found["verdict"] = tuple(found["verdict"]) if found["verdict"] else None
-        return cls(**found)
+    def decode(cls, text: bytes, rank: int) -> "PeerRecord":
+        """What that rank has posted. Raises MessageDamaged if it is no such record."""
+        try:
+            return read_json(cls, text, f"what rank {rank} says of itself")
+        except Malformed as error:
+            raise MessageDamaged(f"{error}; {FOREIGN}", ranks=[rank]) from error
 
 
 class OwnState:
@@ -231,7 +243,7 @@ class PeerBoard:
                 self._seen.update(peer for peer in unseen if self._store.check([self._key(peer)]))
             seen = sorted(self._seen)
             found = self._store.multi_get([self._key(peer) for peer in seen]) if seen else []
-            return {peer: PeerRecord.decode(text) for peer, text in zip(seen, found, strict=True)}
+            return {peer: PeerRecord.decode(text, peer) for peer, text in zip(seen, found, strict=True)}
 
     def _key(self, rank: int) -> str:
         return f"paceline/rank/{rank}"

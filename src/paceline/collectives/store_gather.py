@@ -1,5 +1,6 @@
 """How ranks that have no transport yet tell each other things: through the store of their group."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -7,10 +8,14 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.collectives.group import finish
+from paceline.collectives.peers import FOREIGN
 from paceline.collectives.protocols import Watch
 from paceline.collectives.store_call import StoreCall
+from paceline.errors import MessageDamaged
+from paceline.typed_json import shown
 
 T = TypeVar("T")
+_POSTED = re.compile(rb"(\d{1,18}) (.*)", re.DOTALL)
 
 
 class NoSharedMemory(Exception):
@@ -51,6 +56,17 @@ class Rendezvous:
         finally:
             calling.stop()
         return calling.result()
+
+
+def posted_in(text: bytes, key: str) -> tuple[int, str]:
+    """The number of the gather in which a rank has posted this, and its text; -1 for what was taken back. Raises
+    MessageDamaged if no rank has posted it."""
+    if not text:
+        return -1, ""
+    found = _POSTED.fullmatch(text)
+    if found is None:
+        raise MessageDamaged(f"{key!r} on the group's store: expected what a rank posts, got {shown(text)}; {FOREIGN}")
+    return int(found[1]), found[2].decode(errors="replace")
 
 
 class StoreGather:
@@ -95,10 +111,10 @@ class StoreGather:
         keys = [self._key(number, peer) for peer in range(self._size) if peer != self._rank]
         if number <= 2 and not self._store.check(keys):  # `multi_get` waits for a key that was never set
             return []
-        posted = [text.decode().partition(" ") for text in self._store.multi_get(keys)]
-        if any(found != str(number) for found, _, _ in posted):
+        posted = [posted_in(text, key) for key, text in zip(keys, self._store.multi_get(keys), strict=True)]
+        if any(found != number for found, _ in posted):
             return []
-        texts = [text for _, _, text in posted]
+        texts = [text for _, text in posted]
         texts.insert(self._rank, self._text)
         return texts
 

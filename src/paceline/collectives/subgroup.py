@@ -95,7 +95,8 @@ def split(
         return flat.connect()
     everyone = Rendezvous.next(store, base.rank, base.size, watch, timeout_s)
     with PeerListener(base.rank, wanted) as listener:
-        peers = [PeerInfo.decode(text) for text in everyone.gather("peer info", listener.own.encode())]
+        told = everyone.gather("peer info", listener.own.encode())
+        peers = [PeerInfo.decode(text, rank) for rank, text in enumerate(told)]
         try:
             for part in parts:
                 check_share_host([peers[rank] for rank in part])

@@ -16,8 +16,11 @@ from types import TracebackType
 from typing import Any
 
 from paceline.data.cursor import Cursor
-from paceline.errors import IllegalMove, PacelineError, UsageError
+from paceline.errors import IllegalMove, Malformed, PacelineError, UsageError
+from paceline.stored.directory import open_to_write
+from paceline.typed_json import read_json, typed
 
+_LINE: Any = dict[str, Any]
 _NAME = re.compile(r"session-(\d{6})-rank-(\d{5})\.jsonl")
 
 
@@ -71,7 +74,7 @@ class SampleLog:
         self._session = self._join(header, rank) if session is None else session
         path = self.folder / f"session-{self._session:06d}-rank-{rank:05d}.jsonl"
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file = open_to_write(path, append=True, new=True)
         except FileExistsError:
             raise SampleLogDamaged(
                 f"{path} exists already: another process writes this sample log as rank {rank}; give each run "
@@ -191,9 +194,9 @@ def _lines(path: Path, torn: list[Path]) -> list[dict[str, Any]]:
     if rest:
         torn.append(path)
     try:
-        return [json.loads(line) for line in whole]
-    except json.JSONDecodeError as error:
-        raise SampleLogDamaged(f"{path} holds a line that is not JSON: {error}") from error
+        return [read_json(_LINE, line, "a line of a sample log") for line in whole]
+    except Malformed as error:
+        raise SampleLogDamaged(f"{path}: {error}") from error
 
 
 def _agreed_header(number: int, lines: dict[int, list[dict[str, Any]]], folder: Path) -> SampleLogSession | None:
@@ -205,16 +208,17 @@ def _agreed_header(number: int, lines: dict[int, list[dict[str, Any]]], folder: 
 
 def _session(number: int, line: dict[str, Any], folder: Path) -> SampleLogSession:
     try:
-        return SampleLogSession(number, Cursor(**line["cursor"]), line["world_size"], line["resumed"])
-    except (KeyError, TypeError) as error:
-        raise SampleLogDamaged(f"{folder}: session {number} begins with {line!r}, which is not a header") from error
+        said = {name: value for name, value in line.items() if name not in ("session", "rank")}
+        return typed(SampleLogSession, {**said, "number": number}, "the header of a session")
+    except Malformed as error:
+        raise SampleLogDamaged(f"{folder}: session {number}: {error}") from error
 
 
 def _entry(line: dict[str, Any], session: int) -> SampleLogEntry:
     try:
-        return SampleLogEntry(**{**line, "ids": tuple(line["ids"]), "session": session})
-    except (KeyError, TypeError) as error:
-        raise SampleLogDamaged(f"session {session} holds {line!r}, which is not an entry") from error
+        return typed(SampleLogEntry, {**line, "session": session}, "an entry of a sample log")
+    except Malformed as error:
+        raise SampleLogDamaged(f"session {session}: {error}") from error
 
 
 def _begins_like(path: Path, header: SampleLogSession) -> bool:
@@ -222,4 +226,7 @@ def _begins_like(path: Path, header: SampleLogSession) -> bool:
         line = file.readline()
     if not line.endswith(b"\n"):
         return False
-    return _session(0, json.loads(line), path.parent) == header
+    try:
+        return _session(0, read_json(_LINE, line, "the header of a session"), path.parent) == header
+    except Malformed as error:
+        raise SampleLogDamaged(f"{path}: {error}") from error

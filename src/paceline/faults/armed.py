@@ -10,6 +10,9 @@ from paceline.member import in_elastic_job
 from paceline.progress import Phase, Progress, own_progress
 from paceline.rank_report import PROGRESS_SLOT, REPORT_NAME, report
 from paceline.world import World
+from paceline.world.environment import Variables
+
+MOST_RESTARTS = 10_000  # of a job, as far as its faults are counted down
 
 logger = logging.getLogger("paceline")
 
@@ -91,7 +94,7 @@ def arm_from_environment() -> None:
     """
     faults = parse_all(os.environ[FAULTS_NAME])
     if REPORT_NAME not in os.environ:
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+        restarts = min(MOST_RESTARTS, Variables(os.environ).integer("TORCHELASTIC_RESTART_COUNT", 0))
         for _ in range(restarts):
             for fault in faults:
                 faults = once_less(faults, fault)

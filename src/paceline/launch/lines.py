@@ -35,7 +35,7 @@ class Lines:
         self._fed_at = now
         *whole, self._partial = (self._partial + self._decoder.decode(data)).split("\n")
         found = [self._clean(line) for line in whole]
-        if "\r" in self._partial:
+        if "\r" in self._partial and len(self._partial) <= MAX_PARTIAL:
             if self._bar_at is None:
                 self._bar_at = now
             # Only the newest state of a bar is kept, and a return at the very end erases nothing yet.

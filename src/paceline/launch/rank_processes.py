@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import Malformed
 from paceline.launch import reaper
 from paceline.process_status import ProcessStatus, oom_kills, read_status, signal_name, stopped_children
+from paceline.typed_json import read_json
 
 REAPER_S = 10.0
 
@@ -44,6 +46,9 @@ class RankExited:
         if self.never:
             return f"could not be started: {self.never}"
         return f"was killed by {signal_name(self.killed_by)}" if self.killed_by else f"exited with {self.code}"
+
+
+_EVENT: Any = RankStarted | RankExited
 
 
 class RankProcesses:
@@ -137,22 +142,25 @@ class RankProcesses:
                 data = b""
             self.reaper_died = not data
             *lines, self._partial = (self._partial + data).split(b"\n")
-            found += [self._event(json.loads(line)) for line in lines]
+            found += map(self._event, lines)
         living, self.living = self.living, {}
         if living:
             # The kernel kills the ranks, but not what they had started. Nothing may interfere with the next attempt.
             self.unkillable = reaper.end_sessions([pid for pid in living.values() if pid])
         return [*found, *(RankExited(rank, killed_by=signal.SIGKILL, with_reaper=True) for rank in living)]
 
-    def _event(self, message: dict[str, Any]) -> RankStarted | RankExited:
-        if "pid" in message:
-            self.living[message["rank"]] = message["pid"]
-            return RankStarted(**message)
-        del self.living[message["rank"]]
-        if message.get("killed_by") == signal.SIGKILL and oom_kills() > self._oom_kills:
+    def _event(self, line: bytes) -> RankStarted | RankExited:
+        event: RankStarted | RankExited = read_json(_EVENT, line, "an event of the reaper")
+        if event.rank not in self.living:
+            raise Malformed(f"expected an event of a rank that lives, got {event}")
+        if isinstance(event, RankStarted):
+            self.living[event.rank] = event.pid
+            return event
+        del self.living[event.rank]
+        if event.killed_by == signal.SIGKILL and oom_kills() > self._oom_kills:
             self._oom_kills += 1
-            message["out_of_memory"] = True
-        return RankExited(**message)
+            event = replace(event, out_of_memory=True)
+        return event
 
     def _send(self, descriptors: Sequence[int] = (), **message: object) -> None:
         line = json.dumps(message).encode() + b"\n"

@@ -11,12 +11,14 @@ from paceline.launch.failure import End
 from paceline.launch.lines import Lines
 from paceline.launch.reports import ReportReader
 from paceline.launch.tracebacks import begins, is_whole
+from paceline.stored.directory import open_to_write
 
 CHUNK = 1 << 16
 # A rank whose traceback is followed by other output has caught it. Dying takes a while on a busy machine, and is
 # accompanied by warnings of torch and by what Python says about chained exceptions.
 HOLD_S = 10.0
 PAUSE_S = 0.3
+MOST_HELD = 5000  # lines; of whoever writes more, the traceback is not what matters
 AFTER_TRACEBACK = (" ", "[", "During handling", "The above exception", "Exception ignored", "terminate called")
 
 
@@ -35,7 +37,9 @@ class RankErrors(Lines):
         begun = next((number for number, line in enumerate(lines) if begins(line)), len(lines))
         if begun < len(lines):
             self.traceback_at = now
-        elif now - self._held_at > PAUSE_S and is_whole(self._held) and _goes_on(lines):
+        elif (now - self._held_at > PAUSE_S and is_whole(self._held) and _goes_on(lines)) or len(
+            self._held
+        ) > MOST_HELD:
             return [*self._release(), *lines]
         shown = 0 if self._held else begun
         if lines:
@@ -58,13 +62,14 @@ def _goes_on(lines: list[str]) -> bool:
 
 
 class RankLog:
-    """The file that gets all that the processes of one slot write. `note` receives what is wrong with it."""
+    """The file that gets all that the processes of one slot write, secrets perhaps, so it is the user's alone. `note`
+    receives what is wrong with it."""
 
     def __init__(self, path: Path, again: bool, note: Callable[[str], None]) -> None:
         self._path, self._note = path, note
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO | None = path.open("ab" if again else "wb", buffering=0)
+            self._file: BinaryIO | None = os.fdopen(open_to_write(path, append=again), "wb", buffering=0)
         except OSError as error:
             raise UsageError(
                 f"the log {path} cannot be written: {error.strerror or error}; choose another folder, for instance "

@@ -1,8 +1,10 @@
 """The faults that a job is to have: armed in its ranks, and counted as they happen, so that none happens too often."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.faults.fault import FAULTS_NAME, Fault, format_all, once_less, parse
 
 
@@ -16,7 +18,8 @@ class Rehearsal:
     def heard(self, kind: str, fields: Mapping[str, Any]) -> None:
         """A rank has reported something, perhaps that it is about to have a fault."""
         if kind == "fault":
-            self.left = once_less(self.left, parse(str(fields.get("fault"))))
+            with suppress(UsageError):  # another program may write to the pipe: then none of ours has happened
+                self.left = once_less(self.left, parse(str(fields.get("fault"))))
 
     def environment(self) -> dict[str, str]:
         """The variables that arm a rank. They replace the launcher's own, also when nothing is left."""

@@ -56,7 +56,7 @@ class Section:
 
     @property
     def name(self) -> str:
-        found = _EXCEPTION.match(self.message[0])
+        found = _EXCEPTION.match(self.message[0]) if self.message else None
         return found[1] if found else ""
 
     @property

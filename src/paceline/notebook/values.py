@@ -5,12 +5,14 @@ Both sides use it. torch and numpy are loaded only where one of their values arr
 
 import math
 import sys
+import tokenize
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import Malformed, UsageError
 from paceline.stored.value_tree import MARK, TreeEncoder, decode_tree, dtype_name, dtype_of, tensor_identity
+from paceline.typed_json import UNREADABLE, shown
 
 
 def pack(value: object, name: str) -> tuple[dict[str, Any], list[bytes]]:
@@ -25,7 +27,7 @@ def pack(value: object, name: str) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def unpack(content: Mapping[str, Any], buffers: Sequence[bytes]) -> object:
-    """The value that was packed. Raises ValueError if `content` and `buffers` are not what `pack` gives."""
+    """The value that was packed. Raises Malformed if `content` and `buffers` are not what `pack` gives."""
     tensors: dict[int, Any] = {}
 
     def leaf(tree: dict[str, Any]) -> Any:
@@ -41,8 +43,10 @@ def unpack(content: Mapping[str, Any], buffers: Sequence[bytes]) -> object:
         return decode_tree(content["value"], leaf)
     except ModuleNotFoundError as error:
         raise UsageError(f"a value of {error.name} arrived, and {error.name} cannot be imported here") from error
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is not a packed value: {type(error).__name__}: {error}") from error
+    except Malformed:
+        raise
+    except UNREADABLE as error:
+        raise Malformed(f"this is not a packed value: {type(error).__name__}: {error}") from error
 
 
 class _Packer(TreeEncoder):
@@ -106,6 +110,17 @@ def _npy(value: Any) -> bytes:
 def _from_npy(data: bytes) -> Any:
     from numpy.lib import format as npy
 
+    file = BytesIO(data)
+    version = npy.read_magic(file)
+    try:
+        # A third version differs from the second in the letters that names of fields have.
+        shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(file)
+    except (SyntaxError, tokenize.TokenError) as error:  # it tries to read what an old Python has written
+        raise Malformed(f"expected an array of numpy's, got the header {shown(data[:200])}") from error
+    left = len(data) - file.tell()
+    # numpy would take memory for whatever the header says.
+    if dtype.hasobject or any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != left:
+        raise Malformed(f"{left} bytes cannot be an array of {dtype} and shape {shown(list(shape))}")
     return npy.read_array(BytesIO(data), allow_pickle=False)
 
 

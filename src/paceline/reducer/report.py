@@ -19,7 +19,7 @@ from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
 from paceline.collectives.wait import EventWork
 from paceline.collectives.watcher import Watcher
-from paceline.errors import GraphChanged
+from paceline.errors import GraphChanged, MessageDamaged
 from paceline.reducer.autograd import pending_reducers
 from paceline.reducer.used_params import all_used, count_unused, digest_owned_elsewhere, used_bits
 
@@ -129,6 +129,21 @@ def _codec(kind: Any) -> tuple[Callable[[Any], int], Callable[[int], Any]]:
 HEADER = len(fields(StepReport)) - 1  # columns before those of used parameters and of lanes
 _COLUMNS = [(field.name, *_codec(field.type)) for field in fields(StepReport)[:-2]]
 _ONE = int.from_bytes(struct.pack("<f", 1.0), "little")
+
+
+def reports_of(rows: Sequence[Sequence[int]], lanes: int) -> list[StepReport]:
+    """The reports of all ranks. Raises MessageDamaged if one is no report."""
+    found: list[StepReport] = []
+    try:
+        for row in rows:
+            found.append(StepReport.decode(row, lanes))
+    except ValueError as error:
+        rank = len(found)
+        raise MessageDamaged(
+            f"expected the step report of rank {rank}, got {len(rows[rank])} columns that are none ({error})",
+            ranks=[rank],
+        ) from error
+    return found
 
 
 @dataclass(eq=False, slots=True)
@@ -271,6 +286,6 @@ def send_from_host(report: StepReport, transport: Transport) -> PendingReports:
     lanes = len(report.lane_weights)
 
     def rows() -> list[StepReport]:
-        return [StepReport.decode(row, lanes) for row in gathered.tolist()]
+        return reports_of(gathered.tolist(), lanes)
 
     return PendingReports(report.reduction, work, rows)

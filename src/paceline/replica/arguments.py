@@ -125,7 +125,7 @@ def or_from_environment(transport: Any, lanes: Any) -> tuple[Any, Any]:
     if transport == "auto":
         transport = os.environ.get("PACELINE_TRANSPORT") or "auto"
     if lanes is None and (told := os.environ.get("PACELINE_LANES")):
-        if not told.isdigit():
+        if not (told.isascii() and told.isdigit() and len(told) < 10):
             raise UsageError(f"PACELINE_LANES={told!r} is not a number of lanes; expected a whole number of at least 1")
         lanes = int(told)
     return transport, lanes

@@ -15,7 +15,7 @@ import torch
 
 from paceline.agree.audit import Audit, Digests, Verdict, audit_of, decide
 from paceline.agree.drift import groups_of, ranks_text
-from paceline.agree.exact_copy import pack_exactly, unpack_exactly
+from paceline.agree.exact_copy import UnknownKind, pack_exactly, unpack_exactly
 from paceline.agree.first_difference import first_difference
 from paceline.agree.state_digest import Piece, state_digest
 from paceline.collectives.gather import gather_ints
@@ -165,8 +165,8 @@ class LaneAudit:
         if self._core.group.rank in ranks and not self._left and not stepped:
             try:
                 microbatch = unpack_exactly(blob, self._core.device, like=self._given)
-            except KeyError as error:
-                logger.warning("%s: this rank has no microbatch that holds a %s to make one like it", self._what, error)
+            except UnknownKind as error:
+                logger.warning("%s: the microbatch cannot be made here: %s", self._what, error)
             else:
                 yield microbatch
         return self._result

@@ -1,10 +1,8 @@
 """The world of a member of an elastic job: its generation, and the process group that is formed for each."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from paceline.collectives.peers import Identity
+from paceline.collectives.peers import FOREIGN, Identity
 from paceline.collectives.store_call import StoreCall
-from paceline.errors import IllegalMove, PeerLost, UsageError
+from paceline.errors import IllegalMove, Malformed, PeerLost, UsageError
 from paceline.member import Member
 from paceline.member_messages import LOOPBACK, Generation, MemberStore
 from paceline.progress import own_progress
@@ -24,6 +22,7 @@ from paceline.start.forming import default_backend, form_group, leave_group
 from paceline.start.rendezvous import STORE_TIMEOUT
 from paceline.tcp_connections import ports_of, sever_connections
 from paceline.world import World
+from paceline.world.environment import Variables
 
 SLICE_S = 0.05
 MEET_S = 30.0  # for the members of a generation to come to its store; a death among them is known at once
@@ -34,10 +33,10 @@ class ElasticWorld(World):
     """Rank and size follow the generation. Before the first there are none."""
 
     def __init__(self, device_name: str = "") -> None:
-        slot = os.environ.get("LOCAL_RANK", "0")
+        variables = Variables(os.environ)
         settings: dict[str, Any] = {
-            "local_rank": int(slot) if slot.isdigit() else 0,
-            "local_size": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            "local_rank": variables.integer("LOCAL_RANK", 0),
+            "local_size": variables.integer("LOCAL_WORLD_SIZE", 1),
             "node_rank": 0,
             "master_addr": "",
             "master_port": 0,
@@ -127,15 +126,20 @@ class _Meeting:
         the processes of the others."""
         generation, rank = self._generation, self._generation.rank_of(self._member.id)
         store = self._host() if rank == 0 else self._reach()
-        arrived = PrefixStore("arrived", store)
-        self._call(lambda: arrived.set(str(rank), json.dumps(asdict(Identity.own()))))
+        # Its port may have been that of an older store: a member that comes late still says nothing to this generation.
+        own = PrefixStore(f"generation {generation.number}", store)
+        arrived = PrefixStore("arrived", own)
+        self._call(lambda: arrived.set(str(rank), Identity.own().encode()))
         keys = [str(other) for other in range(generation.size)]
         while not self._call(lambda: arrived.check(keys)):
             time.sleep(0.002)
             self._check("came to its store")
         told = self._call(lambda: arrived.multi_get([key for key in keys if key != str(rank)]))
         store.set_timeout(STORE_TIMEOUT)
-        return PrefixStore("group", store), tuple(Identity(**json.loads(text)) for text in told)
+        try:
+            return PrefixStore("group", own), tuple(map(Identity.decode, told))
+        except Malformed as error:
+            raise PeerLost(f"generation {generation.number} does not form: {error}; {FOREIGN}") from error
 
     def _host(self) -> Store:
         # Loopback, unless the launcher has placed members on other machines.

@@ -9,15 +9,19 @@ import os
 import socket
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TypedDict
+from typing import TypeVar
 
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
 
 from paceline.collectives.store_call import StoreCall
-from paceline.errors import WorldError, WorldNotFormed
+from paceline.errors import Malformed, WorldError, WorldNotFormed
 from paceline.start.bound_store import host_store
+from paceline.typed_json import read_json
 from paceline.world import World
+
+T = TypeVar("T")
 
 SLICE_S = 0.05
 # How long one handshake with a store may take before it is tried anew, and how long a refusing rank 0 keeps its store
@@ -30,7 +34,8 @@ GRACE_S = 1.0
 STORE_TIMEOUT = timedelta(minutes=30)
 
 
-class _Decision(TypedDict):
+@dataclass(frozen=True)
+class _Decision:
     """The world forms if no rank is missing and all say that it has the same size."""
 
     missing: list[int]
@@ -150,7 +155,7 @@ class _Rendezvous:
                 else:
                     self._follow(deadline)
                 time.sleep(SLICE_S)
-            self._apply(json.loads(self._store.get("decision")))
+            self._apply(self._read("decision", _Decision))
         except DistNetworkError:
             raise  # the store is gone, and the announcement with it
         except BaseException:
@@ -160,7 +165,7 @@ class _Rendezvous:
 
     def _claim_rank(self) -> None:
         rank, own = self._world.rank, f"{socket.gethostname()}, process {os.getpid()}"
-        holder = self._base.compare_set(f"holder/{rank}", "", own).decode()
+        holder = self._base.compare_set(f"holder/{rank}", "", own).decode(errors="replace")
         if holder != own:
             raise WorldError(
                 f"two processes claim to be rank {rank} of {self._world.size}: {own} and {holder}; "
@@ -171,27 +176,37 @@ class _Rendezvous:
         """Rank 0 decides, so that the rendezvous ends in the same way for all ranks."""
         keys = [self._rank_key(rank) for rank in range(self._world.size)]
         if self._store.check(keys):
-            self._publish({"missing": [], "sizes": list(enumerate(map(int, self._store.multi_get(keys))))})
+            self._publish(_Decision([], [(rank, self._read(key, int)) for rank, key in enumerate(keys)]))
         elif time.monotonic() > deadline and (missing := self._missing()):
-            self._publish({"missing": missing, "sizes": []})
+            self._publish(_Decision(missing, []))
 
     def _follow(self, deadline: float) -> None:
         """The others wait for the decision, and make it only when rank 0 would wait for ranks that cannot exist."""
         rank_0_is_there = self._store.check([self._rank_key(0)])
-        size = int(self._store.get(self._rank_key(0))) if rank_0_is_there else self._world.size
+        size = self._read(self._rank_key(0), int) if rank_0_is_there else self._world.size
         if size != self._world.size:
-            self._publish({"missing": [], "sizes": [(0, size), (self._world.rank, self._world.size)]})
+            self._publish(_Decision([], [(0, size), (self._world.rank, self._world.size)]))
         elif time.monotonic() > deadline + (GRACE_S if rank_0_is_there else 0.0):
             raise self._not_formed(self._missing())
 
     def _publish(self, decision: _Decision) -> None:
-        self._store.compare_set("decision", "", json.dumps(decision))
+        self._store.compare_set("decision", "", json.dumps(asdict(decision)))
+
+    def _read(self, key: str, kind: type[T]) -> T:
+        """What a rank has written under a key."""
+        try:
+            return read_json(kind, self._store.get(key), f"what a rank of this world writes under {key!r}")
+        except Malformed as error:
+            raise WorldError(
+                f"{error}; another program writes to the store of this world at {self._world.master_addr}:"
+                f"{self._world.master_port}: see who else can connect there"
+            ) from error
 
     def _apply(self, decision: _Decision) -> None:
         world = self._world
-        others = [(rank, size) for rank, size in decision["sizes"] if size != world.size]
-        if decision["missing"]:
-            failure: WorldError = self._not_formed(decision["missing"])
+        others = [(rank, size) for rank, size in decision.sizes if size != world.size]
+        if decision.missing:
+            failure: WorldError = self._not_formed(decision.missing)
         elif others:
             failure = WorldError(
                 f"ranks disagree about the size of the world: rank {world.rank} says {world.size} and rank "

@@ -20,6 +20,9 @@ logger = logging.getLogger("paceline")
 LOCK = ".lock"
 PIECE = 1 << 20
 CHUNK = 4 * PIECE
+# Who may read a file. What a run leaves for others, as checkpoints, follows the user's umask; the rest is the user's
+# alone. A lock is for all who may write to its directory, and for nobody else.
+SHARED, LOCK_MODE, PRIVATE = 0o666, 0o660, 0o600
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,21 @@ class FileRecord:
     sha256: tuple[str, ...]
 
 
-def write_file(file: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
+def open_to_write(path: Path, *, append: bool = False, new: bool = False, mode: int = PRIVATE) -> int:
+    """A descriptor of a file of ours, made with this mode if it is not there. Raises OSError.
+
+    It is emptied, unless it is to `append` to, or has to be `new`. A link in its place is not followed: whoever can
+    make one could have any file of the user's emptied or written to.
+    """
+    how = os.O_EXCL if new else 0 if append else os.O_TRUNC
+    how |= os.O_APPEND if append else 0
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | how, mode)
+
+
+def write_file(file: Path, parts: Iterable[bytes | memoryview], mode: int = SHARED) -> FileRecord:
     """Write a new file and wait until it is on disk. It is hashed in the same pass, while in the cache."""
     digests, size = [hashlib.sha256()], 0
-    with file.open("xb") as out:
+    with os.fdopen(open_to_write(file, new=True, mode=mode), "wb") as out:
         for part in parts:
             view = memoryview(part)
             while view:
@@ -49,11 +63,11 @@ def write_file(file: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
     return FileRecord(size, CHUNK, tuple(digest.hexdigest() for digest in digests))
 
 
-def replace_file(file: Path, parts: Iterable[bytes | memoryview]) -> None:
+def replace_file(file: Path, parts: Iterable[bytes | memoryview], mode: int = SHARED) -> None:
     """Write a file, on disk whole or not at all, in place of the one that has this name. The directory must exist."""
     new = file.with_name(f".{file.name}.new-{secrets.token_hex(8)}")
     try:
-        write_file(new, parts)
+        write_file(new, parts, mode)
         new.replace(file)
     except BaseException:
         with suppress(OSError):  # the first error is the one to raise
@@ -100,7 +114,7 @@ class _LockFile:
     that a process has to do with one file goes through one of these."""
 
     def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, LOCK_MODE)
         weakref.finalize(self, os.close, self.descriptor)
 
     def signed(self) -> str:

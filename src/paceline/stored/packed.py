@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from paceline.errors import Malformed
 from paceline.stored.json_tree import Encoder, decode
 from paceline.stored.tensor_file import TensorFile, bytes_of, file_parts
+from paceline.typed_json import parse_json
 
 
 def pack(value: Any, name: str, encoder: Encoder | None = None) -> bytes:
@@ -18,12 +20,16 @@ def pack(value: Any, name: str, encoder: Encoder | None = None) -> bytes:
 
 
 def unpack(blob: torch.Tensor) -> Any:
-    """What `pack` packed."""
-    tree, tensors = unpack_tree(blob)
+    """What `pack` packed. Raises Malformed for anything else."""
+    tree, tensors = content_of(blob)
     return decode(tree, tensors.__getitem__)
 
 
-def unpack_tree(blob: torch.Tensor) -> tuple[Any, TensorFile]:
-    """What `pack` packed, as the encoder has left it."""
-    length = int.from_bytes(bytes_of(blob)[:8], "little")
-    return json.loads(bytes(bytes_of(blob)[8 : 8 + length])), TensorFile(blob[8 + length :].clone())
+def content_of(blob: torch.Tensor) -> tuple[Any, TensorFile]:
+    """What `pack` packed, as the encoder has left it. Raises Malformed for anything else."""
+    content = bytes_of(blob)
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or length > len(content) - 8:
+        raise Malformed(f"expected packed values, got {len(content)} bytes that say they begin with {length} of text")
+    tree = parse_json(bytes(content[8 : 8 + length]), "packed values")
+    return tree, TensorFile(blob[8 + length :].clone())

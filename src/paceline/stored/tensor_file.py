@@ -8,14 +8,19 @@ bytes whose hash was compared.
 import ctypes
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from paceline.errors import Malformed
 from paceline.stored.json_tree import NATIVE, RESERVED
+from paceline.typed_json import read_json, shown, typed
 
 PARTS = "parts"  # in a header's metadata: which tensors of the file are parts of others, as JSON
+MAX_DIMS = 64  # of a tensor; numpy has no more either
+_TABLES: Any = dict[str, dict[str, Any]]
 _DTYPES = {word: dtype for dtype, word in NATIVE.items()}
 
 
@@ -28,6 +33,15 @@ class TensorEntry:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+@dataclass(frozen=True)
+class _HeaderEntry:
+    """A tensor as a header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -87,22 +101,22 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A file that was read into `flat`. Raises ValueError if it is not in the safetensors format."""
+    """A file that was read into `flat`. Raises Malformed if it is not in the safetensors format."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         content = bytes_of(flat)
         if len(content) < 8 or (length := int.from_bytes(content[:8], "little")) > len(content) - 8:
-            raise ValueError(f"the header does not fit in a file of {len(content)} bytes")
+            raise Malformed(f"the header does not fit in a file of {len(content)} bytes")
         self._body = flat[8 + length :]
         self.metadata, self._entries = parse_header(bytes(content[8 : 8 + length]), self._body.numel())
         self._given: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor by name, in memory of its own: the same one each time. Raises ValueError if there is none."""
+        """A tensor by name, in memory of its own: the same one each time. Raises Malformed if there is none."""
         if name not in self._given:
             entry = self._entries.get(name)
             if entry is None:
-                raise ValueError(f"there is no tensor {name!r}")
+                raise Malformed(f"there is no tensor {shown(repr(name))}")
             # Copied first: then it is aligned as torch aligns, and kernels give the bits that they always give.
             raw = self._body[entry.begin : entry.end].clone()
             self._given[name] = raw.view(entry.dtype).view(entry.shape)
@@ -110,22 +124,26 @@ class TensorFile:
 
 
 def parse_header(text: bytes, size: int) -> tuple[Mapping[str, object], dict[str, TensorEntry]]:
-    """The metadata and the tensors of a file with `size` bytes behind this header. Raises ValueError."""
-    header = json.loads(text)
-    if not isinstance(header, dict) or not all(isinstance(fields, dict) for fields in header.values()):
-        raise ValueError("the header is not a table of tensors")
-    return header.get(RESERVED, {}), {
-        name: _entry(name, fields, size) for name, fields in header.items() if name != RESERVED
-    }
+    """The metadata and the tensors of a file with `size` bytes behind this header. Raises Malformed."""
+    header = dict(read_json(_TABLES, text, "the header of a file of tensors"))
+    metadata = header.pop(RESERVED, {})
+    return metadata, {name: _entry(name, fields, size) for name, fields in header.items()}
 
 
 def _entry(name: str, fields: Mapping[str, object], size: int) -> TensorEntry:
-    dtype, shape, offsets = _DTYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
-    if dtype is None or not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        raise ValueError(
-            f"the header describes {name!r} as {dict(fields)}, expected a known dtype, a shape and two offsets"
+    found = typed(_HeaderEntry, fields, f"a tensor of the header, {shown(name)!r}")
+    dtype, shape, (begin, end) = _DTYPES.get(found.dtype), found.shape, found.data_offsets
+    if dtype is None or not 0 <= begin <= end <= size or not is_shape(shape, (end - begin) // dtype.itemsize):
+        raise Malformed(
+            f"expected a tensor of a known type within {size} bytes, got {shown(name)!r} of type "
+            f"{shown(found.dtype)!r} and shape {shown(shape)} at the bytes from {begin} to {end}"
         )
-    begin, end = offsets
-    if not 0 <= begin <= end <= size or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r} of shape {shape} does not fit the bytes from {begin} to {end}")
-    return TensorEntry(name, dtype, tuple(shape), begin, end)
+    if (end - begin) % dtype.itemsize:
+        raise Malformed(f"{shown(name)!r} has {end - begin} bytes, expected whole elements of {dtype}")
+    return TensorEntry(name, dtype, shape, begin, end)
+
+
+def is_shape(shape: Sequence[int], elements: int) -> bool:
+    """Whether a tensor of so many elements can have this shape. Without elements torch counts all lengths, too."""
+    room = math.prod(max(1, length) for length in shape) < 1 << 63
+    return len(shape) <= MAX_DIMS and all(length >= 0 for length in shape) and room and math.prod(shape) == elements

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.typed_json import read_as
 
 MARK = "$"
 _EXACT = 1 << 53  # some readers of JSON keep no larger integers
@@ -124,19 +125,25 @@ class TreeEncoder:
 
 
 def decode_tree(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value that was encoded. `leaf` gives what the encoder's `leaf` has written."""
+    """The value that was encoded. `leaf` gives what the encoder's `leaf` has written. Raises Malformed for a tree that
+    no encoder has made."""
+    with read_as("values that paceline has stored"):
+        return _decoded(tree, leaf)
+
+
+def _decoded(tree: Any, leaf: Callable[[dict[str, Any]], Any]) -> Any:
     if isinstance(tree, list):
-        return [decode_tree(item, leaf) for item in tree]
+        return [_decoded(item, leaf) for item in tree]
     if not isinstance(tree, dict):
         return tree
     word = tree.get(MARK)
     if word is None:
-        return {key: decode_tree(item, leaf) for key, item in tree.items()}
+        return {key: _decoded(item, leaf) for key, item in tree.items()}
     if word in _MAPPINGS.values():
-        pairs = [(decode_tree(key, leaf), decode_tree(item, leaf)) for key, item in tree["items"]]
+        pairs = [(_decoded(key, leaf), _decoded(item, leaf)) for key, item in tree["items"]]
         return _FROM_ITEMS[word](dict(pairs) if word == "counter" else pairs)
     if word in _FROM_ITEMS:
-        return _FROM_ITEMS[word](decode_tree(tree["items"], leaf))
+        return _FROM_ITEMS[word](_decoded(tree["items"], leaf))
     if word in _FROM_TEXT:
         return _FROM_TEXT[word](tree["value"])
     if word in ("tensor", "array", "scalar"):

@@ -11,6 +11,7 @@ from paceline.errors import NotFiniteGradients, PacelineError, UsageError
 from paceline.rank_report import report
 from paceline.train.config import NOT_FINITE_EXIT
 from paceline.train.run_folder import RunFolder
+from paceline.world.environment import Variables
 
 
 def main(folder: RunFolder) -> None:
@@ -22,7 +23,7 @@ def main(folder: RunFolder) -> None:
     from paceline.train.loop import run_rank
 
     config = config.settled(on_gpu=config.device != "cpu" and torch.cuda.is_available())
-    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = len(os.sched_getaffinity(0)) // max(1, Variables(os.environ).integer("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(config.threads or (1 if config.lanes else max(1, share)))  # lanes: the same in every world
     run_rank(config, folder)
 

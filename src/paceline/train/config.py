@@ -236,7 +236,7 @@ def from_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration {file} cannot be read: {error}") from error
     try:
         found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or tables within tables
         raise ConfigError(f"the configuration {file} is not TOML: {error}") from error
     table = found.get("train", found)
     if not isinstance(table, dict):

@@ -6,6 +6,7 @@ numbers of several steps are read together.
 
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import paceline
 from paceline.observe.timeline import read_overlap
 from paceline.rank_report import report
+from paceline.stored.directory import SHARED, open_to_write
 from paceline.trace import Stamp
 from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
@@ -136,7 +138,7 @@ class RunMetrics:
         finite = {name: value if math.isfinite(value) else None for name, value in line.items()}  # JSON has no NaN
         try:
             if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
+                self._file = os.fdopen(open_to_write(self._path, append=True, mode=SHARED), "a", encoding="utf-8")
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         except OSError as error:  # such as a full disk: the training is worth more than its metrics

@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import Malformed, UsageError
 from paceline.stored.directory import DirectoryLock, make_directory, replace_file
 from paceline.train.config import TrainConfig, build, from_toml, to_toml
+from paceline.typed_json import read_json, shown
+
+_TABLE: Any = dict[str, Any]
 
 
 class RunFolder:
@@ -93,14 +96,21 @@ class RunFolder:
         replace_file(self.result_file, [json.dumps(result, indent=1).encode(), b"\n"])
 
     def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.result_file.read_text())
+        found: dict[str, Any] = read_json(_TABLE, self.result_file.read_bytes(), f"{self.result_file}: a run's result")
         return found
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines written so far; one that a kill or a full disk has cut short is left out."""
         if not self.metrics_file.exists():
             return []
-        return [json.loads(line) for line in self.metrics_file.read_text().split("\n") if line.endswith("}")]
+        whole = [line for line in self.metrics_file.read_bytes().split(b"\n") if line.endswith(b"}")]
+        lines: list[dict[str, Any]] = [
+            read_json(_TABLE, line, f"{self.metrics_file}: the numbers of a step") for line in whole
+        ]
+        for line in lines:
+            if type(line.get("step")) is not int:
+                raise Malformed(f"{self.metrics_file}: expected the numbers of a step, got {shown(line)}")
+        return lines
 
     def cut_metrics(self, step: int) -> int:
         """Drop what was written after `step`, from which the run resumes. Returns how many steps that were."""

@@ -3,8 +3,10 @@
 import base64
 import html
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
+from paceline.stored.directory import replace_file
 from paceline.train.config import to_toml
 from paceline.train.run_folder import RunFolder
 
@@ -39,7 +41,9 @@ def write_picture(folder: RunFolder) -> bool:
     axes.set_ylabel("loss, nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    figure.savefig(folder.picture_file, dpi=110)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=110)
+    replace_file(folder.picture_file, [drawn.getvalue()])
     return True
 
 
@@ -64,12 +68,12 @@ def write_report(folder: RunFolder) -> None:
     ran = replace(folder.config(), ranks=result["ranks"])  # where the setting 0 leaves the number to the machine
     config = f"<h2>Configuration</h2><pre>{html.escape(to_toml(ran))}</pre>"
     title = f"paceline train, {html.escape(folder.path.name)}"
-    folder.report_file.write_text(
+    page = (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style>'
-        f"<h1>{title}</h1><table>{rows}</table>{picture}{sample}{config}</html>\n",
-        encoding="utf-8",
+        f"<h1>{title}</h1><table>{rows}</table>{picture}{sample}{config}</html>\n"
     )
+    replace_file(folder.report_file, [page.encode()])
 
 
 def facts(result: dict[str, Any]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from paceline.train.model import GPT
 from paceline.train.optimizer import jump_at
 from paceline.train.run_folder import RunFolder
 from paceline.train.samples import Text
+from paceline.world.environment import Variables
 
 
 @dataclass
@@ -76,7 +77,7 @@ def resume(run: Run, *, fresh: bool) -> int | None:
     call it. Returns its step. `fresh`: nobody has trained yet in this attempt."""
     config, asked = run.config, run.config.resume
     # --resume is for the beginning. Whoever comes later goes on from what this run has saved, if it has.
-    again = not fresh or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    again = not fresh or Variables(os.environ).integer("TORCHELASTIC_RESTART_COUNT", 0) > 0
     found = _load(run, "compared") if again or asked == "auto" else None
     if found is None and asked not in ("auto", "never"):
         found = _load(run, _checkpoints_in(Path(asked)))

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.errors import UsageError
+from paceline.stored.directory import open_to_write
 from paceline.train.config import TrainConfig
 from paceline.train.corpus import Corpus, CorpusError, read_corpus
 
@@ -142,7 +144,7 @@ def _tokenizer(config: TrainConfig, corpus: Corpus, folder: Path) -> Tokenizer:
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     file = folder / "tokenizer.json"
-    with (folder / ".tokenizer.lock").open("w") as lock:
+    with os.fdopen(open_to_write(folder / ".tokenizer.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ranks may not have met yet
         if not file.exists():
             part = file.with_suffix(".part")

@@ -6,6 +6,7 @@ from paceline.errors import WorldError
 
 # torchrun's default; used where a scheduler names the host of rank 0 and leaves the port to us.
 DEFAULT_PORT = 29500
+MAX_DIGITS = 18  # of a number: no rank is larger
 
 
 class Variables:
@@ -32,9 +33,10 @@ class Variables:
         if not text and default is not None:
             return default
         # int() alone would also take "1_000" and other scripts' digits, which no launcher means.
-        if not (text.isascii() and text.isdigit()):
+        if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
             raise WorldError(
-                f"{name}={text!r} is not a rank or a count: expected a whole number of at least 0; correct or unset it"
+                f"{name}={text[:80]!r} is not a rank or a count: expected a whole number of at least 0; correct or "
+                f"unset it"
             )
         return int(text)
 

@@ -3,7 +3,6 @@
 `ORDER` is the order in which they are tried. The first complete set wins.
 """
 
-import json
 import re
 import socket
 from collections.abc import Callable
@@ -11,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import WorldError
+from paceline.typed_json import read_json, shown, typed
 from paceline.world.environment import DEFAULT_PORT, Variables, is_loopback, node_of
 from paceline.world.world import World
+
+_TF_CONFIG: Any = dict[str, dict[str, Any]]
+_HOSTS: Any = list[str]
 
 
 def _world(
@@ -65,14 +68,15 @@ def from_torchrun_settings(env: Variables) -> World | None:
     if not env.has("PET_NNODES", "PET_NODE_RANK"):
         return None
     per_node = env.text("PET_NPROC_PER_NODE") or "1"
-    if per_node != "1" and not (env.has("LOCAL_RANK") and per_node.isdigit()):
+    if per_node != "1" and not (env.has("LOCAL_RANK") and re.fullmatch("[0-9]{1,9}", per_node)):
         raise WorldError(
             f"PET_NPROC_PER_NODE={per_node!r} asks for several processes per node, but nothing says which of them "
             f"this one is: expected LOCAL_RANK, got none; start the script with torchrun or `paceline run`"
         )
     endpoint, _, endpoint_port = env.text("PET_RDZV_ENDPOINT").rpartition(":")
     host = env.text("PET_MASTER_ADDR") or endpoint
-    port = env.port("PET_MASTER_PORT", int(endpoint_port) if endpoint_port.isdigit() else DEFAULT_PORT)
+    endpoint_has_port = re.fullmatch("[0-9]{1,5}", endpoint_port) is not None
+    port = env.port("PET_MASTER_PORT", int(endpoint_port) if endpoint_has_port else DEFAULT_PORT)
     node = env.rank_and_size("PET_NODE_RANK", "PET_NNODES")
     return _in_blocks(
         env, "PET_*, torchrun's own settings", node, (env.integer("LOCAL_RANK", 0), int(per_node)), host, port
@@ -109,7 +113,7 @@ def from_slurm(env: Variables) -> World | None:
     # SLURM_NTASKS_PER_NODE exists only when the user asked for it; sizes may differ between nodes otherwise.
     per_node = env.integer("SLURM_NTASKS_PER_NODE", -(-size // max(1, nodes)))
     hosts = env.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    job_digits = re.sub(r"\D", "", env.text("SLURM_JOB_ID", "SLURM_JOBID"))[-4:] or "0"
+    job_digits = re.sub(r"[^0-9]", "", env.text("SLURM_JOB_ID", "SLURM_JOBID"))[-4:] or "0"
     return _world(
         env,
         "Slurm",
@@ -193,8 +197,9 @@ def _lines(path: str) -> list[str]:
         return []
     try:
         return Path(path).read_text().split()
-    except OSError as error:
-        raise WorldError(f"the scheduler's host file {path!r} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # there is no such file, it is no text, or the name is none
+        reason = getattr(error, "strerror", None) or error
+        raise WorldError(f"the scheduler's host file {path!r} cannot be read: {reason}") from error
 
 
 def from_tf_config(env: Variables) -> World | None:
@@ -202,15 +207,18 @@ def from_tf_config(env: Variables) -> World | None:
     if not env.has("TF_CONFIG"):
         return None
     try:
-        config: Any = json.loads(env.text("TF_CONFIG"))
-        task, cluster = config["task"], config["cluster"]
-        ranks = [(kind, index) for kind in ("chief", "worker") for index in range(len(cluster.get(kind, ())))]
+        config = read_json(_TF_CONFIG, env.text("TF_CONFIG"), "a table with cluster and task")
+        task = config["task"]
+        cluster = {kind: typed(_HOSTS, config["cluster"].get(kind, []), "hosts") for kind in ("chief", "worker")}
+        ranks = [(kind, index) for kind, hosts in cluster.items() for index in range(len(hosts))]
         hosts = [cluster[kind][index].rpartition(":") for kind, index in ranks]
         rank = ranks.index((task["type"], int(task["index"])))
         port = int(hosts[0][2])
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if not 0 < port < 65536:
+            raise ValueError(f"{port} is not a TCP port")
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise WorldError(
-            f"TF_CONFIG={env.text('TF_CONFIG')!r} names no training rank ({type(error).__name__}: {error}): "
+            f"TF_CONFIG={shown(env.text('TF_CONFIG'))!r} names no training rank ({type(error).__name__}: {error}): "
             f"expected 'cluster' with chief and worker lists of host:port and a 'task' of one of them"
         ) from error
     same_host = [index for index, host in enumerate(hosts) if host[0] == hosts[rank][0]]

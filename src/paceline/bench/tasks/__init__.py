@@ -8,7 +8,7 @@ Barrier = Callable[[], None]  # returns when all ranks of the contender have cal
 
 class Task:
     """One rank's part of a measurement, made as `Task(spec, contender's name, rank, size)`. Messages and answers are
-    plain values, which can be pickled."""
+    plain values, as `bench/messages.py` sends them."""
 
     def bind(self) -> int:
         """A port of this rank, which is passed to `build` on all ranks; 0 if it needs none."""

@@ -6,7 +6,9 @@ half a mesh.
 
 import json
 import os
+import re
 import secrets
+import selectors
 import socket
 import struct
 import sys
@@ -15,18 +17,23 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from paceline.collectives.peers import FOREIGN
 from paceline.collectives.shm import memfd
 from paceline.collectives.shm.memfd import Descriptor
 from paceline.collectives.shm.mesh import PAGE_BYTES, ControlPage, Mesh, PeerLink, eventfd
 from paceline.collectives.store_call import StoreCall
 from paceline.collectives.store_gather import NoSharedMemory, Rendezvous
-from paceline.errors import CollectiveError, PacelineError, SharedMemoryFull
+from paceline.errors import CollectiveError, Malformed, MessageDamaged, PacelineError, SharedMemoryFull
+from paceline.typed_json import read_json
 
 CONNECT_S = 20.0  # for one peer that has posted its address
 SLICE_S = 0.1
+MAX_UNKNOWN = 128  # connections of which it is not known yet whose they are
+_HELLO: Any = tuple[str, int, str]  # the token of who is called; the rank and the token of who calls
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,15 @@ class PeerInfo:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str) -> "PeerInfo":
-        return cls(**json.loads(text))
+    def decode(cls, text: str, rank: int) -> "PeerInfo":
+        """What that rank has posted. Raises MessageDamaged if it is no such thing."""
+        try:
+            found = read_json(cls, text, f"the address of rank {rank}")
+        except Malformed as error:
+            raise MessageDamaged(f"{error}; {FOREIGN}", ranks=[rank]) from error
+        if found.rank != rank or not re.fullmatch("[0-9a-f]{32}", found.token):
+            raise MessageDamaged(f"expected the address of rank {rank}, got {found}; {FOREIGN}", ranks=[rank])
+        return found
 
 
 def _missing() -> str:
@@ -202,30 +216,58 @@ class _Connecting:
         return peer, connection, to_own, to_peer
 
     def _answer(self, expected: dict[int, PeerInfo], sockets: ExitStack) -> None:
+        """Let the ranks above this one in. The names of sockets can be listed, so strangers may connect too: whoever
+        says nothing keeps nobody waiting."""
         assert self._listener is not None
-        self._listener.settimeout(SLICE_S)
-        while expected:
-            self._check_time(f"rank {min(expected)} did not connect")
+        self._listener.setblocking(False)
+        unknown: dict[socket.socket, None] = {}  # in the order in which they came
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._listener, selectors.EVENT_READ)
             try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            link = self._admit(connection, expected)
-            if link is None:  # a stranger: the names of sockets can be listed
-                connection.close()
-                continue
-            sockets.enter_context(connection)
-            del expected[link.rank]
-            self._links[link.rank] = link
+                while expected:
+                    self._check_time(f"rank {min(expected)} did not connect")
+                    for key, _ in ready.select(SLICE_S):
+                        connection = key.fileobj
+                        assert isinstance(connection, socket.socket)
+                        if connection is self._listener:
+                            self._accept(ready, unknown)
+                        elif connection in unknown:  # it may have had to make room for another one
+                            del unknown[connection]
+                            ready.unregister(connection)
+                            link = self._admit(sockets.enter_context(connection), expected)
+                            if link is None:
+                                connection.close()
+                                continue
+                            del expected[link.rank]
+                            self._links[link.rank] = link
+            finally:
+                for connection in unknown:
+                    connection.close()
+
+    def _accept(self, ready: selectors.BaseSelector, unknown: dict[socket.socket, None]) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:  # it has left again
+            return
+        if _user_of(connection) != self._own.user:
+            connection.close()
+            return
+        if len(unknown) == MAX_UNKNOWN:
+            oldest = next(iter(unknown))
+            del unknown[oldest]
+            ready.unregister(oldest)
+            oldest.close()
+        unknown[connection] = None
+        ready.register(connection, selectors.EVENT_READ)
 
     def _admit(self, connection: socket.socket, expected: dict[int, PeerInfo]) -> PeerLink | None:
+        """The link to whoever calls, if it is one of those that are expected."""
         connection.settimeout(1.0)
-        if _user_of(connection) != self._own.user:
-            return None
         try:
             data, (inbound, outbound, page) = _receive(connection, 3)
-            target, rank, token = json.loads(data)
-        except (TimeoutError, ValueError):
+            target, rank, token = read_json(_HELLO, data, "a rank's call")
+        except (OSError, ValueError):
             return None
         if target != self._own.token or rank not in expected or token != expected[rank].token:
             return None
@@ -255,8 +297,7 @@ class _Connecting:
 
 
 def _receive(connection: socket.socket, count: int) -> tuple[bytes, list[Descriptor]]:
-    data, numbers, _, _ = socket.recv_fds(connection, 4096, count, socket.MSG_CMSG_CLOEXEC)
-    descriptors = [Descriptor(number) for number in numbers]
+    data, descriptors = memfd.receive(connection, 4096, count)
     if len(descriptors) != count:
         raise ValueError(f"expected {count} descriptors from a peer, got {len(descriptors)}")
     return data, descriptors

@@ -3,7 +3,9 @@
 import ctypes
 import mmap
 import os
+import socket
 import weakref
+from array import array
 from collections.abc import Callable
 
 import torch
@@ -31,6 +33,20 @@ class Descriptor:
 
     def __del__(self) -> None:
         self.close()
+
+
+def receive(connection: socket.socket, nbytes: int, count: int) -> tuple[bytes, list[Descriptor]]:
+    """The next message, of at most `nbytes`, with at most `count` descriptors, which no program inherits.
+
+    `socket.recv_fds` of Python 3.11 takes flags and does not pass them on.
+    """
+    room, flags = socket.CMSG_LEN(count * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+    data, told, *_ = connection.recvmsg(nbytes, room, flags)
+    numbers = array("i")
+    for level, kind, content in told:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(content[: len(content) // numbers.itemsize * numbers.itemsize])
+    return data, [Descriptor(number) for number in numbers]
 
 
 def create(nbytes: int, what: str) -> Descriptor:

@@ -7,16 +7,19 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from paceline.collectives.shm import memfd
 from paceline.collectives.shm.memfd import Descriptor
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, Malformed, MessageDamaged
+from paceline.typed_json import read_json
 
 LARGEST_NOTICE = 4096
 _ARENA, _FREED, _EXIT = range(3)
 _HEAD = struct.Struct("<bqq")
+_REASON: Any = tuple[str, tuple[int, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,11 @@ class NoticeSocket:
         return True
 
     def receive(self) -> None:
-        """Take all notices that have come."""
+        """Take all notices that have come. The socket does not block."""
         resets = 0
         while not self._ended:
             try:
-                data, numbers, _, _ = socket.recv_fds(
-                    self.connection, LARGEST_NOTICE, 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-                )
+                data, descriptors = memfd.receive(self.connection, LARGEST_NOTICE, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -93,9 +94,9 @@ class NoticeSocket:
                 resets += 1
                 if resets == 1:
                     continue
-                data, numbers = b"", []
+                data, descriptors = b"", []
             if data:
-                self._take(data, [Descriptor(number) for number in numbers])
+                self._take(data, descriptors)
             else:
                 self._ended = True
                 self._leave(PeerExit("it hung up"))
@@ -111,11 +112,15 @@ class NoticeSocket:
         self.unsent.clear()
 
     def _take(self, data: bytes, descriptors: list[Descriptor]) -> None:
-        kind, number, nbytes = _HEAD.unpack_from(data)
+        kind, number, nbytes = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (-1, 0, 0)
+        if kind not in (_ARENA, _FREED, _EXIT) or nbytes < 0:
+            raise MessageDamaged(f"rank {self.rank} sent a notice of {len(data)} bytes that is none", ranks=[self.rank])
         if kind == _EXIT:
             self._ended = True
-            why, ranks, mismatch = json.loads(data[_HEAD.size :])
-            self._leave(PeerExit(why, tuple(ranks), mismatch))
+            try:
+                self._leave(PeerExit(*read_json(_REASON, data[_HEAD.size :], f"why rank {self.rank} leaves")))
+            except Malformed as error:
+                raise MessageDamaged(str(error), ranks=[self.rank]) from error
             return
         self.received += 1
         if kind == _FREED:

@@ -188,12 +188,12 @@ def _event(rank: int, message: Message, cell: str) -> Event | None:
     content = message["content"]
     match message["msg_type"]:
         case "stream":
-            return Wrote(rank, content["name"], content["text"])
+            return Wrote(rank, str(content.get("name", "stdout")), str(content.get("text", "")))
         case "execute_result" | "display_data" | "update_display_data" as kind:
-            data = {mime: value for mime, value in content.get("data", {}).items() if mime != WIDGET}
-            name = (content.get("transient") or {}).get("display_id")
-            metadata, updates = content.get("metadata") or {}, kind == "update_display_data"
-            return Showed(rank, data, metadata, name, updates) if data else None
+            data = {mime: value for mime, value in _table(content, "data").items() if mime != WIDGET}
+            name = _table(content, "transient").get("display_id")
+            metadata, updates = _table(content, "metadata"), kind == "update_display_data"
+            return Showed(rank, data, metadata, name if isinstance(name, str) else None, updates) if data else None
         case "clear_output":
             return Cleared(rank, bool(content.get("wait")))
         case "error" if message["parent_header"].get("msg_id") == cell:
@@ -203,12 +203,26 @@ def _event(rank: int, message: Message, cell: str) -> Event | None:
 
 
 def _failed(rank: int, content: Mapping[str, Any]) -> Failed:
-    name, value, traceback = content.get("ename", ""), content.get("evalue", ""), content.get("traceback") or ()
-    return Failed(rank, str(name), str(value), tuple(traceback))
+    name, value, traceback = content.get("ename", ""), content.get("evalue", ""), _list(content, "traceback")
+    return Failed(rank, str(name), str(value), tuple(map(str, traceback)))
 
 
 def _shown_by_reply(rank: int, content: Mapping[str, Any]) -> Iterator[Showed]:
     """What comes with the reply at the end of a cell: the pager that `len?` opens."""
-    for payload in content.get("payload") or ():
-        if payload.get("source") == "page" and (text := payload.get("data", {}).get("text/plain")):
+    for payload in _list(content, "payload"):
+        page = isinstance(payload, dict) and payload.get("source") == "page"
+        if page and (text := _table(payload, "data").get("text/plain")):
             yield Showed(rank, {"text/plain": text}, {})
+
+
+# What a rank sends is made by code of the user's as well. A part that is of another kind counts as one that is missing.
+
+
+def _table(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = content.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _list(content: Mapping[str, Any], name: str) -> Sequence[Any]:
+    found = content.get(name)
+    return found if isinstance(found, list) else ()

@@ -87,6 +87,12 @@ class CellRequest:
         return self.replied_at is not None and now - max(self.replied_at, self.received_at) > WITHOUT_IDLE_S
 
 
+def is_message(message: Mapping[str, Any]) -> bool:
+    """Whether a message has the parts that the protocol gives to each."""
+    tables = all(isinstance(message.get(part), dict) for part in ("header", "parent_header", "metadata", "content"))
+    return tables and isinstance(message.get("msg_type"), str)
+
+
 def new_context() -> "zmq.Context[Socket]":
     """The context of the sockets of all ranks."""
     context: zmq.Context[Socket] = zmq.Context()
@@ -175,9 +181,11 @@ class KernelConnection:
         """The next message that waits in a channel, if there is one."""
         try:
             _, message = self._session.recv(self.sockets[channel], mode=zmq.NOBLOCK)
-        except ValueError:  # not signed by the rank
+        except (ValueError, TypeError, LookupError):  # not signed by the rank, or no message at all
             return None
-        if message is not None and self.cell is not None:
+        if message is None or not is_message(message):  # code of the user's may send what it likes
+            return None
+        if self.cell is not None:
             self._note(self.cell, channel, message, now)
         return message
 
