@@ -138,6 +138,7 @@ def _be_member(rank: int, size: int, folder: str, module: str, name: str, args: 
     from paceline.member import Member
     from paceline.rank_report import MEMBER_NAME, MEMBERSHIP_NAME, REPORT_NAME
     from paceline.replica.guard import guards
+    from paceline.replica.live import all_replicas
 
     reading = os.open(f"{folder}/{rank}.down", os.O_RDONLY)
     told = b""
@@ -163,7 +164,9 @@ def _be_member(rank: int, size: int, folder: str, module: str, name: str, args: 
     try:
         return script(place["member"], *args)
     finally:
-        for guard in guards.live():  # a script that was broken off may leave replicas, and this process is used again
+        for replica in all_replicas():  # a script may leave replicas, and this process is used again
+            replica._group.close()
+        for guard in guards.live():
             guard.close()
         if Member._own is not None:
             Member._own.close()

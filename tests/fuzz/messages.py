@@ -54,7 +54,7 @@ from paceline.member_messages import (
 )
 from paceline.memory_plan.numbers import parse_count, parse_list
 from paceline.rank_report import inherited_descriptor
-from paceline.reducer.report import Abort, Mode, StepReport, Vote, reports_of
+from paceline.reducer.report import Abort, Mode, StepReport, Vote
 from paceline.start.rendezvous import _Decision, _Rendezvous
 from paceline.train.config import TrainConfig
 from paceline.train.run_folder import RunFolder
@@ -298,7 +298,7 @@ class _Forming:
 
 def _step_report(frame: Frame) -> object:
     whole = frame[: len(frame) // 8 * 8]
-    return reports_of([struct.unpack(f"<{len(whole) // 8}q", whole)], 2)
+    return StepReport.decode(struct.unpack(f"<{len(whole) // 8}q", whole), 2)
 
 
 def word_frames() -> Iterator[Parser]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.listeners import listeners_of
 from tests.processes import alive, tree
 
 pytestmark = pytest.mark.timeout(180)  # Ray takes seconds to start, and many on a busy machine
@@ -99,8 +100,13 @@ def processes_of_job(raylet: int) -> list[int]:
     titles = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in tree(raylet)}
     agents = [pid for pid, title in titles.items() if title.startswith("ray::") and "IDLE" not in title]
     found = {pid for agent in agents for pid in tree(agent)}
-    assert any("ray_training" in titles[pid] for pid in found), titles
+    assert found.issuperset(ranks_on(raylet)), titles
     return sorted(found)
+
+
+def ranks_on(raylet: int) -> list[int]:
+    """The processes of the script on a node: what else it runs is Ray's."""
+    return [pid for pid in tree(raylet) if "ray_training" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def await_death(pids: list[int]) -> None:
@@ -204,6 +210,9 @@ def test_nodes_die_freeze_and_come(launch: Callable[..., Launcher], cluster: Clu
     at = len(job.text)
     cluster.add()
     job.await_text(r"step \d+ of 2", at)
+    ours = listeners_of(pid for node in cluster.nodes for pid in ranks_on(node))
+    assert "tcp" in {listener.kind for listener in ours}
+    assert all(listener.is_local for listener in ours), ours  # the nodes have addresses of loopback
     raylet = cluster.nodes[0]
     frozen, of_job = tree(raylet), processes_of_job(raylet)
     at = len(job.text)

@@ -95,3 +95,7 @@ def test_the_one_import_that_unpickles_asks_first() -> None:
     assert text.count("FileSystemReader(path)") == 1
     assert text.index("if not trust_pickle:") < text.index("FileSystemReader(path)")
     assert "trust_pickle: bool = False" in text
+
+
+def test_nothing_turns_the_tokens_of_ray_off() -> None:
+    assert not [path for path in SOURCE.rglob("*.py") if "RAY_AUTH" in path.read_text()]

@@ -161,10 +161,10 @@ def test_what_is_no_sample_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IllegalMove, match=r"call begin\(\) before record\(\)"):
         SampleLog(tmp_path).record(entry(0, 1, 0))
     (tmp_path / "session-000001-rank-00000.jsonl").write_text("hello\n")
-    with pytest.raises(SampleLogDamaged, match="a line that is not JSON"):
+    with pytest.raises(SampleLogDamaged, match="expected a line of a sample log as JSON"):
         read_sample_log(tmp_path)
     (tmp_path / "session-000001-rank-00000.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(SampleLogDamaged, match="is not a header"):
+    with pytest.raises(SampleLogDamaged, match="expected the header of a session"):
         read_sample_log(tmp_path)
 
 

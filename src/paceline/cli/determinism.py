@@ -23,14 +23,13 @@ UNKNOWN = 2  # the exit status if the runs cannot be compared
 def main(arguments: Sequence[str], steps: int) -> int:
     """Compare two runs of a script, which is given with its arguments as for `paceline run`."""
     try:
-        job = _job(arguments, steps)
+        job, script = _job(arguments, steps)
         first, second = (_record(job, number) for number in (1, 2))
     except PacelineError as error:
         sys.stderr.write(f"paceline doctor: {error}\n")
         return UNKNOWN
     except KeyboardInterrupt:
         return 130
-    script = next(one for one in job.command[1:] if not one.startswith("-"))
     status, lines = compare(first, second, Path(script).name)
     sys.stdout.write("\n".join(lines) + "\n")
     return status
@@ -46,14 +45,15 @@ class LastLines(Listener):
         self.lines = [*self.lines[-9:], text]
 
 
-def _job(arguments: Sequence[str], steps: int) -> Job:
+def _job(arguments: Sequence[str], steps: int) -> tuple[Job, str]:
+    """The job, and its script."""
     if not arguments:
         raise UsageError("--determinism needs a script: paceline doctor --determinism train.py --its --arguments")
     flags = parse(arguments)
     if flags.nproc_per_node not in (None, "1"):
         raise UsageError(f"--determinism looks at one rank; expected no -n, got -n {flags.nproc_per_node}")
     flags.nproc_per_node = "1"
-    return replace(job_from(flags, os.environ), environment={RECORD_STEPS_NAME: str(steps)})
+    return replace(job_from(flags, os.environ), environment={RECORD_STEPS_NAME: str(steps)}), str(flags.script)
 
 
 def _record(job: Job, number: int) -> list[Line]:

@@ -80,7 +80,8 @@ class RankLog:
         if self._file is None:
             return
         try:
-            self._file.write(data)
+            while data:  # what a disk has no room for is written in part first
+                data = data[self._file.write(data) :]
         except OSError as error:
             # A full disk is no reason to end a training.
             self.close()

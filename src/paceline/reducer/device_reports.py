@@ -9,7 +9,7 @@ import torch
 
 from paceline.collectives.protocols import Transport
 from paceline.collectives.wait import EventWork
-from paceline.reducer.report import PendingReports, StepReport, column_of, reports_of
+from paceline.reducer.report import PendingReports, StepReport, column_of
 from paceline.reducer.step_observer import Findings
 
 # What of a report is read or filled in on the device.
@@ -40,7 +40,7 @@ class DeviceReports:
         lanes = len(report.lane_weights)
 
         def rows() -> list[StepReport]:
-            return reports_of(buffers.received.tolist(), lanes)
+            return [StepReport.decode(row, lanes) for row in buffers.received.tolist()]
 
         def release() -> None:
             self._free.append(buffers)

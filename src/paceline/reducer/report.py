@@ -99,7 +99,10 @@ class StepReport:
     @classmethod
     def decode(cls, row: Sequence[int], lanes: int = 0) -> "StepReport":
         """`lanes`: how many columns at the end are weights of lanes."""
-        values: list[Any] = [read(value) for value, (_, _, read) in zip(row[1:HEADER], _COLUMNS, strict=True)]
+        try:
+            values: list[Any] = [read(value) for value, (_, _, read) in zip(row[1:HEADER], _COLUMNS, strict=True)]
+        except ValueError as error:
+            raise MessageDamaged(f"expected a step report, got {len(row)} columns that are none: {error}") from error
         middle = len(row) - lanes
         values += (tuple(row[HEADER:middle]), _from_bits(row[middle:]))
         return cls(*values)
@@ -129,21 +132,6 @@ def _codec(kind: Any) -> tuple[Callable[[Any], int], Callable[[int], Any]]:
 HEADER = len(fields(StepReport)) - 1  # columns before those of used parameters and of lanes
 _COLUMNS = [(field.name, *_codec(field.type)) for field in fields(StepReport)[:-2]]
 _ONE = int.from_bytes(struct.pack("<f", 1.0), "little")
-
-
-def reports_of(rows: Sequence[Sequence[int]], lanes: int) -> list[StepReport]:
-    """The reports of all ranks. Raises MessageDamaged if one is no report."""
-    found: list[StepReport] = []
-    try:
-        for row in rows:
-            found.append(StepReport.decode(row, lanes))
-    except ValueError as error:
-        rank = len(found)
-        raise MessageDamaged(
-            f"expected the step report of rank {rank}, got {len(rows[rank])} columns that are none ({error})",
-            ranks=[rank],
-        ) from error
-    return found
 
 
 @dataclass(eq=False, slots=True)
@@ -286,6 +274,6 @@ def send_from_host(report: StepReport, transport: Transport) -> PendingReports:
     lanes = len(report.lane_weights)
 
     def rows() -> list[StepReport]:
-        return reports_of(gathered.tolist(), lanes)
+        return [StepReport.decode(row, lanes) for row in gathered.tolist()]
 
     return PendingReports(report.reduction, work, rows)

@@ -66,10 +66,8 @@ def run_module(replica: "DistributedDataParallel", *inputs: Any, **kwargs: Any) 
     """Run the module itself."""
     try:
         # torch's way tells torch.compile to split graphs at buckets: if it is there, and there are buckets, not units.
-        in_units = replica._placement.shards_parameters
-        if "torch._dynamo" in sys.modules and (
-            replica._use_python_reducer or not (in_units or replica._core.is_alone())
-        ):
+        splits = not (replica._placement.shards_parameters or replica._core.is_alone()) or replica._use_python_reducer
+        if "torch._dynamo" in sys.modules and splits:
             return TorchDDP._run_ddp_forward(replica, *inputs, **kwargs)
         return replica.module(*inputs, **kwargs)
     except BaseException as error:
