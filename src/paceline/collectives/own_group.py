@@ -2,7 +2,9 @@
 
 import logging
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,7 +25,9 @@ _KINDS = {"gloo": "cpu", "nccl": "cuda"}
 # A device may be some steps behind its host; one whose peer is gone never gets there, until `collectives.watcher` has
 # seen to it.
 BEHIND_S = 10.0
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a communicator's group is made
+# Read when a communicator's group is made. What torch does about a peer that is gone ends this process; and before it
+# does that, or a group can be let go of, it rests for four times as long as a dump may take: a minute by default.
+_OURS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
 
 
 def duplicate(
@@ -74,6 +78,7 @@ class Carrier:
             return self._users_group
         formed = self._form()
         self._own = formed if formed is not self._users_group else None
+        _carriers.add(self)
         return formed
 
     def leave(self, last: Sequence[Any]) -> None:
@@ -93,11 +98,36 @@ class Carrier:
             time.sleep(0.001)
         backend.abort()
 
-    def abort(self) -> None:
-        """Have NCCL's kernels return, whatever they wait for. gloo's collectives cannot be ended."""
-        backend = None if self._own is None else _nccl_of(self._own)
-        if backend is not None:
-            backend.abort()
+    def communicator_of(self, group: dist.ProcessGroup | None) -> Any | None:
+        """NCCL's, if this is a duplicate of `group` that has one. None: of any group."""
+        of_it = self._own is not None and group in (None, self._users_group)
+        return _nccl_of(self._own) if of_it and self._own is not None else None
+
+
+_carriers: weakref.WeakSet[Carrier] = weakref.WeakSet()  # those that have formed a group
+
+
+def abort_duplicates(group: dist.ProcessGroup) -> None:
+    """End what is under way on a device in our duplicates of `group`, whatever ranks it waits for. What was computed
+    from it is of no use, nor are the duplicates. gloo's collectives cannot be ended."""
+    _abort([carrier.communicator_of(group) for carrier in list(_carriers)])
+
+
+def abort_all() -> None:
+    """The same in every group of this process, those of the user too."""
+    listed = [_nccl_of(group) for group in dist.distributed_c10d._world.pg_map]
+    _abort([*(carrier.communicator_of(None) for carrier in list(_carriers)), *listed])
+
+
+def _abort(communicators: Sequence[Any | None]) -> None:
+    """All at once, each on a thread: an abort first tells the kernels of its own communicator to return and then frees
+    memory, which waits for the whole device. One by one, the first would wait for a kernel of the second for ever."""
+    found = {id(one): one for one in communicators if one is not None}
+    threads = [threading.Thread(target=one.abort, name="paceline abort", daemon=True) for one in found.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -160,15 +190,16 @@ def form_own_group(
 def _errors_are_ours() -> Iterator[None]:
     """A communicator that is made inside does not end the process when a peer is lost, as torch's watchdog thread does
     by default, at once and without a name: `collectives.watcher` tells who it was, and the caller raises."""
-    before = os.environ.get(_HANDLING)
-    os.environ[_HANDLING] = "0"
+    before = {name: os.environ.get(name) for name in _OURS}
+    os.environ.update(_OURS)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_HANDLING]
-        else:
-            os.environ[_HANDLING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _gloo_options(like: Any) -> Any:

@@ -209,11 +209,6 @@ class TorchDistTransport:
         """Leave a group of its own. Any other belongs to whoever made it."""
         self.carrier.leave(list(self._recent)[-1:])
 
-    def abort(self) -> None:
-        """End what is under way on a device, also if it waits for a rank that never comes. What was computed from it is
-        of no use, nor is the transport afterwards."""
-        self.carrier.abort()
-
     def _route(self, device: torch.device) -> Route:
         known = self._routes.get(device)
         if known is None:

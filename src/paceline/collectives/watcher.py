@@ -3,7 +3,7 @@
 Where streams order collectives, a host goes on while its device waits for another rank. If that rank is dead, or never
 comes, the host is blocked sooner or later in a call that nobody can leave, such as `loss.item()`. So a thread looks
 on: it reports ranks that are late, by name and after the same seconds as a waiting host would, and when a rank has
-died it aborts the communicator. The device is then free, the blocked call returns, and the next call of the replica
+died it aborts the communicators. The device is then free, the blocked call returns, and the next call of the replica
 raises the error that names the rank: what was computed since is of no use.
 """
 
@@ -15,6 +15,7 @@ from collections import deque
 from typing import Protocol
 
 from paceline.collectives.group import Group
+from paceline.collectives.own_group import abort_duplicates
 from paceline.collectives.protocols import Work
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import PacelineError
@@ -103,6 +104,6 @@ class Watcher:
             self.error = error
             logger.error("%s", error)
             if isinstance(group.transport, TorchDistTransport):
-                group.transport.abort()
+                abort_duplicates(group.transport.users_group)
         finally:
             group.watching.release()

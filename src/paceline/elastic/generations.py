@@ -3,14 +3,13 @@
 import logging
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.collectives.group import Group
+from paceline.collectives.own_group import abort_all
 from paceline.collectives.peers import Identity
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import WorldNotFormed
@@ -34,7 +33,6 @@ class Generations:
         self._others: tuple[Identity, ...] = ()
         self._hook = sys.excepthook
         self._aborting: threading.Thread | None = None
-        self._aborts: Callable[[], None] = lambda: None
         self._stop_watching = member.on_ended(self._on_ended) if device.type == "cuda" else lambda: None
 
     @property
@@ -63,9 +61,8 @@ class Generations:
         assert group is not None
         return generation, Group(TorchDistTransport(group), owned=False)
 
-    def formed(self, aborts: Callable[[], None]) -> None:
-        """The state of this rank is that of the others. `aborts` ends what its replicas have under way on a device."""
-        self._aborts = aborts
+    def formed(self) -> None:
+        """The state of this rank is that of the others."""
         self.member.send(MemberFormed(self.number))
 
     def tell_failure(self, step: int, error: Exception) -> None:
@@ -80,15 +77,8 @@ class Generations:
 
     def _on_ended(self, ended: MemberLeft) -> None:
         if ended.generation == self.number and self._aborting is None and dist.is_initialized():
-            self._aborting = threading.Thread(target=self._abort, name="paceline abort", daemon=True)
+            self._aborting = threading.Thread(target=abort_all, name="paceline abort", daemon=True)
             self._aborting.start()
-
-    def _abort(self) -> None:
-        group = dist.group.WORLD
-        backend: Any = None if group is None else group._get_backend(self._device)
-        if hasattr(backend, "abort"):
-            backend.abort()
-        self._aborts()
 
     def _leave(self) -> None:
         aborting, self._aborting = self._aborting, None

@@ -17,7 +17,7 @@ from paceline.elastic.transaction import Transaction
 from paceline.errors import WorldNotFormed
 from paceline.member_messages import NEVER, Generation, MemberReady
 from paceline.progress import Phase, own_progress
-from paceline.replica.membership import abort, enter_generation
+from paceline.replica.membership import enter_generation
 
 logger = logging.getLogger("paceline")
 
@@ -65,7 +65,7 @@ class Joining:
             try:
                 generation, group = generations.enter_next(self._ready(reason))
                 self._enter_and_tell(generation, group)
-                generations.formed(self._abort)
+                generations.formed()
             except LOSSES as error:  # a member has left while it formed, so there will be another
                 logger.info("generation %d was not formed: %s", generations.number, error)
                 reason = ""
@@ -190,8 +190,3 @@ class Joining:
         self._transaction.take(step)
         for replica in self._declared.replicas:
             replica._core.step_state.took(step)
-
-    def _abort(self) -> None:
-        """On a device: end what replicas have under way, whatever rank it waits for."""
-        for replica in self._declared.replicas:
-            abort(replica)

@@ -192,16 +192,6 @@ def take_up_cut(replica: Any) -> None:
         _build_anew(replica)
 
 
-def abort(replica: Any) -> None:
-    """On a device: end what the replica has under way, whatever rank it waits for."""
-    groups = replica._shard_groups
-    units = None if replica._owned is None else replica._owned.units
-    found = [replica._group, *(() if groups is None else (groups.shard, groups.twins))]
-    for group in found if units is None else [*found, units.group]:
-        if hasattr(group.transport, "abort"):
-            group.transport.abort()
-
-
 def rejoin(replica: Any) -> None:
     """Go on over the default group. Every rank that holds the replica must call it, as it does the constructor."""
     replica._refuse_in_shards("continuing in a new process group")

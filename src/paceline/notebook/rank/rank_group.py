@@ -48,8 +48,9 @@ class RankProcessGroup:
         import torch.distributed as dist
 
         if self._aborting is None and dist.is_initialized():
-            work = dist.distributed_c10d._abort_process_group
-            self._aborting = threading.Thread(target=work, name="paceline abort", daemon=True)
+            from paceline.collectives.own_group import abort_all
+
+            self._aborting = threading.Thread(target=abort_all, name="paceline abort", daemon=True)
             self._aborting.start()
 
     def _leave(self, peer_ports: list[int]) -> None:
