@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.launch.job import ElasticTerms
-from paceline.launch.rank_environment import OF_MEMBERS
+from paceline.launch.rank_environment import SURVIVORS
 from tests.elastic_job import run_elastic
 from tests.pool import Pool
 from tests.procs import test_elastic_shards
@@ -17,7 +17,7 @@ from tests.procs.test_elastic import Fault, Script, train
 
 def prepare(member: int) -> None:
     """Each rank takes itself for a host of its own, so that several can share one device."""
-    os.environ.update(OF_MEMBERS, NCCL_HOSTID=f"member{member}", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    os.environ.update(SURVIVORS, NCCL_HOSTID=f"member{member}", CUBLAS_WORKSPACE_CONFIG=":4096:8")
     os.environ.update(NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ def trained(**options: Any) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     net = Sleepy().cuda()
     model = paceline.DistributedDataParallel(net, bucket_cap_mb=0.5, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
     x = torch.randn(16, 256, device="cuda")
 
     def step() -> float:
@@ -96,8 +96,8 @@ def test_the_host_does_not_wait_for_a_late_peer(nccl: Nccl) -> None:
     nccl(behind_a_late_peer, 2)
 
 
-def beside_a_dead_peer(rank: int, size: int, result: str) -> None:
-    _, _, step = trained()
+def beside_a_dead_peer(rank: int, size: int, result: str, options: dict[str, Any]) -> None:
+    _, _, step = trained(**options)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -106,18 +106,25 @@ def beside_a_dead_peer(rank: int, size: int, result: str) -> None:
             step()
             torch.cuda.synchronize()  # would wait for ever
     except PeerLost as error:
-        Path(result).write_text(f"{time.monotonic() - began:.1f} s: {error}")
+        Path(f"{result}.{rank}").write_text(f"{time.monotonic() - began:.1f} s: {error}")
     os._exit(0)  # the group is of no use
 
 
 @pytest.mark.timeout(180)
-def test_a_dead_peer_is_named_though_the_host_is_blocked(nccl: Nccl, tmp_path: Path) -> None:
-    result = tmp_path / "result"
-    with pytest.raises(RankFailed):  # both have ended
-        nccl(beside_a_dead_peer, 2, str(result))
-    told = result.read_text()
-    assert "rank 1" in told
-    assert float(told.split()[0]) < 10
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(2, {}), (2, {"placement": "zero2"}), (4, {"placement": "zero3", "shard": 2})],
+    ids=["ddp", "zero2", "zero3 shard=2"],
+)
+def test_a_dead_peer_is_named_though_the_host_is_blocked(
+    nccl: Nccl, tmp_path: Path, size: int, options: dict[str, Any]
+) -> None:
+    with pytest.raises(RankFailed):  # all have ended
+        nccl(beside_a_dead_peer, size, str(tmp_path / "told"), options)
+    for rank in {*range(size)} - {1}:
+        told = (tmp_path / f"told.{rank}").read_text()
+        assert "rank 1" in told
+        assert float(told.split()[0]) < 10
 
 
 class Branch(nn.Module):

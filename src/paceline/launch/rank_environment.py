@@ -15,9 +15,10 @@ DEFAULTS = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-# In an elastic job a survivor aborts the communicator and goes on: nothing of NCCL's own may end its process, or wait.
-# torch prints stack frames of its C++ when the rank that held the store is gone, which is nothing to worry about there.
-OF_MEMBERS = {
+# Of ranks that outlive others, in an elastic job or a notebook. They abort NCCL and go on: nothing of its own may end
+# their process, or wait. And torch prints stack frames of its C++ when the rank that held the store is gone: that is
+# nothing to worry about there.
+SURVIVORS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -58,7 +59,7 @@ def environment_of(
         TORCHELASTIC_USE_AGENT_STORE="False",
         PACELINE_RUN_DIR=str(job.run_dir.absolute()),
     )
-    of_members = OF_MEMBERS if member is not None else {}
+    of_members = SURVIVORS if member is not None else {}
     found = {**DEFAULTS, **of_members, **({"OMP_NUM_THREADS": "1"} if job.ranks > 1 else {}), **found}
     if member is not None:
         found[MEMBER_NAME] = str(member)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
 from paceline.launch.devices import gpu_count
-from paceline.launch.rank_environment import DEFAULTS, rendezvous_variables
+from paceline.launch.rank_environment import DEFAULTS, SURVIVORS, rendezvous_variables
 
 FEW = 2
 TRANSPORTS = ("auto", "shm", "torch")
@@ -126,6 +126,7 @@ def environment_of(options: StartOptions, chosen: RankDevices, master_port: int,
     """All variables of one rank: those of this process, torchrun's, and ours."""
     defaults = {
         **DEFAULTS,
+        **SURVIVORS,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // options.size)),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # else its debugger complains about Python itself
     }
