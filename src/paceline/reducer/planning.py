@@ -11,12 +11,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from paceline.bucket_plan import Cost, Plan, ReadyCurve, decode_groups, encode_groups, fit_cost, plan_boundaries
 from paceline.collectives.group import Group
-from paceline.collectives.protocols import Op, Transport
+from paceline.collectives.protocols import Op, ScatteringTransport, Transport, Work
 from paceline.layout import MIB, Layout, lay_groups, plan_layout
 from paceline.reducer.buckets import BucketSet
 from paceline.reducer.settings import ReducerSettings
@@ -111,7 +112,7 @@ class Planning:
             return
         params = buckets.layout.params
         curve = self._clock.curve(buckets.layout, _whole_order(buckets.layout, ready_order))
-        cost = self._probe(memory)
+        cost = self._probe(memory, scatters=bool(buckets.sharding.shards))
         agreed = torch.zeros(len(params), dtype=torch.int64, device="cpu")
         if self._transport.rank == 0:
             agreed = torch.tensor(encode_groups(plan_boundaries(curve, cost).groups), dtype=torch.int64, device="cpu")
@@ -139,8 +140,8 @@ class Planning:
         self._group.wait(self._transport.all_reduce(able, Op.MIN), "whether all ranks can measure the transport")
         return memory if able.item() else None
 
-    def _probe(self, memory: torch.Tensor) -> Cost:
-        """Measure what a reduction costs, now that all ranks are here."""
+    def _probe(self, memory: torch.Tensor, *, scatters: bool) -> Cost:
+        """Measure what a reduction costs, now that all ranks are here. `scatters`: each keeps its shard of it."""
         transport, on_device = self._transport, self._device.type == "cuda"
         samples: list[tuple[int, float]] = []
         for nbytes in self._probed_bytes:
@@ -149,7 +150,7 @@ class Planning:
                 if on_device:
                     torch.cuda.synchronize(self._device)
                 started = time.perf_counter()
-                self._group.wait(transport.all_reduce(flat), "a probe of the transport")
+                self._group.wait(self._start_probe(flat, scatters), "a probe of the transport")
                 if on_device:
                     torch.cuda.synchronize(self._device)
                 if probe:  # the first one warms up
@@ -158,6 +159,13 @@ class Planning:
         if on_device:
             cost = replace(cost, beta_s_per_byte=max(cost.beta_s_per_byte, LEAST_S_PER_BYTE_ON_DEVICE))
         return cost
+
+    def _start_probe(self, flat: torch.Tensor, scatters: bool) -> Work:
+        if not (scatters and self._transport.traits(self._device).reduce_scatter):
+            return self._transport.all_reduce(flat)
+        each = flat.numel() // self._group.size
+        transport = cast(ScatteringTransport, self._transport)
+        return transport.reduce_scatter_tensor(flat.new_empty(each), flat[: each * self._group.size])
 
     @property
     def _probed_bytes(self) -> tuple[int, ...]:

@@ -58,14 +58,19 @@ class UpdateGather:
         self._move(GatherState.STARTED)
         self._gather.start(group)
 
-    def queue(self, group: Group, side: SideStream) -> None:
-        """Start it on a stream of its own, where that is all that the host has to do."""
+    def queue(self, group: Group, side: SideStream, following: "UpdateGather | None" = None) -> None:
+        """Start it on a stream of its own, where that is all that the host has to do. What this rank brings to the
+        `following` one is on its way before this one is waited for: so the link never rests."""
         self._move(GatherState.STARTED)
         device = self.params[0].device
         self._stepped_on = torch.cuda.current_stream(device)
-        self._queued = side.run(self._steps(group), device, uses=self.params)
+        uses = self.params if following is None else [*self.params, *following.params]
+        self._queued = side.run(self._steps(group, following), device, uses=uses)
 
-    def _steps(self, group: Group) -> Steps:
+    def _steps(self, group: Group, following: "UpdateGather | None") -> Steps:
+        self._gather.start(group)
+        if following is not None:
+            following._gather.start(group)
         self._gather.finish(group, self._what)  # orders the stream, not the host
         yield from ()
 

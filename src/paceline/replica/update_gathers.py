@@ -106,9 +106,9 @@ class UpdateGathers:
         if module is None or not self._can_wait():
             self.gather_now()
             return
-        for gather in self._gathers:
+        for gather, following in zip_longest(self._gathers, self._gathers[1:]):
             if self._group.transport.traits(self._device).stream_ordered:
-                gather.queue(self._group, self._side)
+                gather.queue(self._group, self._side, following)
             else:
                 gather.start(self._group)
         self._thread = threading.get_ident()

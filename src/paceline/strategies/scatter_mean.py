@@ -11,6 +11,7 @@ from paceline.collectives.reduction import Flight, GradBucket
 from paceline.collectives.spare_memory import SpareMemory
 from paceline.collectives.stream_work import used_here
 from paceline.collectives.subgroup import ShardGroups
+from paceline.layout import aligned
 from paceline.placement import Span
 from paceline.strategies.multi_step import SideStream, SteppedWork, Steps
 
@@ -116,7 +117,7 @@ class _Scatter:
         self._spare = spare
         self._on_host = flat.device.type == "cpu"
         sizes = [[part.numel() for part in of_rank] for of_rank in parts]
-        width = max(map(sum, sizes))
+        width = aligned(max(map(sum, sizes)), flat.dtype)
         by_backend = transport.traits(flat.device).reduce_scatter
         # Here half precision is added in float32, and rounded once. What is added in a wider type is sent as it is.
         self._wide = dtype or (torch.float32 if flat.dtype in _HALF and not by_backend else flat.dtype)
