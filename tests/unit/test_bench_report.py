@@ -376,3 +376,8 @@ def test_a_file_that_cannot_be_made_is_refused_before_anything_is_measured(
 def test_an_unknown_contender_of_allreduce_is_refused() -> None:
     with pytest.raises(UsageError, match="no contender 'smoke'"):
         run_allreduce(AllReduceSpec(contenders=("smoke",)))
+
+
+def test_the_command_of_a_result_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/here/paceline/bench/__main__.py", "step", "--json", "/root/out/found.json"])
+    assert Circumstances.now().command == "python -m paceline.bench step --json found.json"

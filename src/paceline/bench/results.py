@@ -50,7 +50,9 @@ class Circumstances:
         commits = {label: commit_of(Path(found.sources)) for label, found in names.items() if found.checkout}
         versions = _describe_versions() | commits
         when = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(when, f"{program} {shlex.join(sys.argv[1:])}", hardware, versions)
+        # Where a file lies on this machine is nobody's business: a result may be published.
+        arguments = [Path(text).name if text.startswith("/") else text for text in sys.argv[1:]]
+        return cls(when, f"{program} {shlex.join(arguments)}", hardware, versions)
 
 
 def _describe_hardware() -> dict[str, Any]:
