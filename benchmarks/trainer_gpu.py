@@ -33,7 +33,7 @@ WARM, TIMED = 10, 40
 
 def plain(batch: int, microbatches: int, *, compiled: bool = False, deterministic: bool = False) -> float:
     """Tokens per second of a plain loop that accumulates `microbatches` microbatches of `batch` samples."""
-    torch.use_deterministic_algorithms(deterministic)
+    use_kernels(deterministic=deterministic)
     config, next_batch, net, optimizer = parts(batch)
     model: Any = torch.compile(net) if compiled else net
 
@@ -51,7 +51,7 @@ def plain(batch: int, microbatches: int, *, compiled: bool = False, deterministi
 
 def lanes(batch: int, count: int, *, deterministic: bool) -> float:
     """The same microbatches as lanes of a replica, in a loop of one's own."""
-    torch.use_deterministic_algorithms(deterministic)
+    use_kernels(deterministic=deterministic)
     config, next_batch, net, optimizer = parts(batch)
     model = paceline.DistributedDataParallel(net, lanes=count)
     number = 0
@@ -68,6 +68,12 @@ def lanes(batch: int, count: int, *, deterministic: bool) -> float:
         number += 1
 
     return rate(step, batch * count)
+
+
+def use_kernels(*, deterministic: bool) -> None:
+    """As the trainer does it."""
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def parts(batch: int) -> tuple[TrainConfig, Callable[[], Any], GPT, torch.optim.Optimizer]:
@@ -147,6 +153,8 @@ def main() -> None:
         "lanes 8x2 deterministic": lambda: lanes(2, 8, deterministic=True),
         "plain 8x16": lambda: plain(16, 8),
         "plain 8x16 deterministic": lambda: plain(16, 8, deterministic=True),
+        "lanes 8x16": lambda: lanes(16, 8, deterministic=False),
+        "lanes 8x16 deterministic": lambda: lanes(16, 8, deterministic=True),
         "trainer default": lambda: trainer(steps=40)[0],
     }
     found: dict[str, list[float]] = {name: [] for name in runs if not given.only or given.only in name}
