@@ -58,7 +58,7 @@ class Member:
         self.id = number
         self._say = say
         self._descriptor = descriptor
-        self._heard = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all below
         self._generation: Generation | None = None
         self._stores: dict[int, tuple[str, int]] = {}
         self._ended: list[MemberLeft] = []
@@ -97,32 +97,32 @@ class Member:
     @property
     def generation(self) -> Generation | None:
         """The newest generation that this member belongs to."""
-        with self._heard:
+        with self._changed:
             return self._generation
 
     def ended(self, generation: int) -> tuple[MemberLeft, ...]:
         """Who has left a generation. When anyone has, it is over."""
-        with self._heard:
+        with self._changed:
             return self._left(generation)
 
     def wants_regroup(self, generation: int) -> bool:
         """Whether others wait to join, so that this generation should end after a step."""
-        with self._heard:
+        with self._changed:
             return self._regroup >= generation
 
     @property
     def finished(self) -> bool:
         """Whether another member has said that training is over. No generation is formed after that."""
-        with self._heard:
+        with self._changed:
             return self._finished
 
     def on_ended(self, call: Callable[[MemberLeft], None]) -> Callable[[], None]:
         """Have `call` called, in another thread, whenever a member leaves; return what stops that."""
-        with self._heard:
+        with self._changed:
             self._callbacks.append(call)
 
         def stop() -> None:
-            with self._heard:
+            with self._changed:
                 if call in self._callbacks:
                     self._callbacks.remove(call)
 
@@ -136,16 +136,16 @@ class Member:
         Raises `WorldNotFormed` when the launcher refuses to form any more, or has gone. There is no other limit: a
         spare may wait for as long as the job runs.
         """
-        with own_progress().during(Phase.WAITING), self._heard:
+        with own_progress().during(Phase.WAITING), self._changed:
             while self._generation is None or self._generation.number <= after:
                 self._refuse()
-                self._heard.wait(SLICE_S)
+                self._changed.wait(SLICE_S)
             return self._generation
 
     def await_store(self, generation: int, timeout_s: float = 60.0) -> tuple[str, int]:
         """Host and port of the store of a generation. Raises `PeerLost` if the generation is over before that."""
         deadline = time.monotonic() + timeout_s
-        with own_progress().during(Phase.WAITING), self._heard:
+        with own_progress().during(Phase.WAITING), self._changed:
             while generation not in self._stores:
                 self._refuse()
                 self._refuse_ended(generation)
@@ -154,7 +154,7 @@ class Member:
                         f"member {self.id}: the first member of generation {generation} said nowhere within "
                         f"{timeout_s:g} s where its store listens"
                     )
-                self._heard.wait(SLICE_S)
+                self._changed.wait(SLICE_S)
             return self._stores[generation]
 
     def _refuse(self) -> None:
@@ -194,7 +194,7 @@ class Member:
                     self._take_in(message)
 
     def _take_in(self, message: FromLauncher) -> None:
-        with self._heard:
+        with self._changed:
             if isinstance(message, Generation):
                 self._enter(message)
             elif isinstance(message, StoreAt):
@@ -208,7 +208,7 @@ class Member:
             else:
                 self._refused = self._refused or message.reason
             callbacks = list(self._callbacks)
-            self._heard.notify_all()
+            self._changed.notify_all()
         if isinstance(message, MemberLeft):
             for call in callbacks:
                 call(message)

@@ -796,17 +796,17 @@ def test_steps_that_may_repeat_and_gradients_that_were_used(caplog: pytest.LogCa
 
 def test_votes_are_heard_by_all_in_the_same_step() -> None:
     def body(transport: Transport) -> list[dict[str, list[int]]]:
-        model, heard = DDP(mlp(5, 3), transport=transport), []
+        model, gathered = DDP(mlp(5, 3), transport=transport), []
         for step in range(3):
             model.vote(stop=step == transport.rank, save=step == 1, exhausted=transport.rank == 2)
             plain(model, microbatch(step, transport.rank), step, 0)
-            heard.append(model.votes)
-        return heard
+            gathered.append(model.votes)
+        return gathered
 
-    for heard in run(body, 3):
-        assert [votes["stop"] for votes in heard] == [[0], [1], [2]]
-        assert [votes["save"] for votes in heard] == [[], [0, 1, 2], []]
-        assert [votes["exhausted"] for votes in heard] == [[2]] * 3
+    for gathered in run(body, 3):
+        assert [votes["stop"] for votes in gathered] == [[0], [1], [2]]
+        assert [votes["save"] for votes in gathered] == [[], [0, 1, 2], []]
+        assert [votes["exhausted"] for votes in gathered] == [[2]] * 3
 
 
 def test_a_rank_that_skips_counts_for_nothing() -> None:

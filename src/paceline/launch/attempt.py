@@ -185,7 +185,7 @@ class Attempt:
         self._kill_overdue(now)
         if now >= self._tick_at:
             self._tick_at = now + TICK_S
-            self._watch.tick(self._processes.living, self._policy.judged)
+            self._watch.tick(self._processes.living, self._policy.watched)
             self.listener.tick()
 
     def _kill_overdue(self, now: float) -> None:
@@ -206,8 +206,8 @@ class Attempt:
             return data
         if pipe == "report":
             for kind, fields in slot.reports.feed(data):
-                self._rehearsal.heard(kind, fields)
-                self._watch.heard(slot.rank, kind, fields)
+                self._rehearsal.on_report(kind, fields)
+                self._watch.on_report(slot.rank, kind, fields)
                 if not self._policy.reported(slot.rank, kind, fields, now):
                     self.listener.reported(slot.rank, kind, fields)
         elif pipe == "out":
@@ -297,7 +297,7 @@ class Attempt:
     def _look_for_hangs(self, now: float) -> None:
         if self._job.hang_timeout_s == 0:
             return
-        if (hang := self._watch.look(now, self._processes, self._policy.judged)) is not None:
+        if (hang := self._watch.look(now, self._processes, self._policy.watched)) is not None:
             self._policy.hung(hang, now)
 
     # The end -------------------------------------------------------------------------------------------------------

@@ -74,9 +74,9 @@ class OneByOne:
         else:
             self._lose(end, now)
 
-    def judged(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
+    def watched(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
         if self._plain is not None:
-            return self._plain.judged(marks)
+            return self._plain.watched(marks)
         awaited = {self._slots[member] for member in self._coordinator.awaited - self._hung.keys()}
         found = {slot: mark for slot, mark in marks.items() if slot in awaited}
         if self._coordinator.stage is not Stage.FORMING:

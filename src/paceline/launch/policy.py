@@ -57,7 +57,7 @@ class Policy(Protocol):
     def ended(self, end: End, now: float) -> None:
         """A process has ended."""
 
-    def judged(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
+    def watched(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
         """Of the processes that run, those that others wait for; None while the watchdog is not to look at all."""
 
     def hung(self, hang: Hang, now: float) -> None:
@@ -107,7 +107,7 @@ class AllOrNothing:
         if end.failed:
             self._decide_by(now + (BETTER_CAUSE_S if follows(end) else SAME_S))
 
-    def judged(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
+    def watched(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
         return marks if self._decide_at is None else None
 
     def hung(self, hang: Hang, now: float) -> None:

@@ -14,7 +14,7 @@ from paceline.launch.watchdog import FROZE, STOPPED_S, Hang, Watchdog, is_silent
 from paceline.phase import Phase
 from paceline.process_status import ProcessStatus
 
-Judged = Callable[[Mapping[int, Mark]], Mapping[int, Mark] | None]
+Watched = Callable[[Mapping[int, Mark]], Mapping[int, Mark] | None]
 
 
 class RankWatch:
@@ -31,7 +31,7 @@ class RankWatch:
         self._rests: dict[int, tuple[float, list[str]]] = {}  # where ranks rested, and when they said so
         self._bystander_stopped: dict[int, float] = {}  # since when a rank that nobody waits for is stopped
 
-    def heard(self, rank: int, kind: str, fields: Mapping[str, Any]) -> None:
+    def on_report(self, rank: int, kind: str, fields: Mapping[str, Any]) -> None:
         """A rank has reported something, perhaps where it rests."""
         if kind == "rests" and isinstance(stack := fields.get("stack"), list):
             self._rests[rank] = time.monotonic(), [str(line) for line in stack]
@@ -43,10 +43,10 @@ class RankWatch:
         self._plain.forget(rank)
         self._rests.pop(rank, None)
 
-    def look(self, now: float, processes: Processes, judged: Judged) -> Hang | None:
-        """Ranks that hang, if any do; `judged` says of the running ones who it may be."""
+    def look(self, now: float, processes: Processes, watched: Watched) -> Hang | None:
+        """Ranks that hang, if any do; `watched` says of the running ones who it may be."""
         living = [rank for rank, pid in processes.living.items() if pid]
-        marks = judged({rank: self._board.read(rank) for rank in living})
+        marks = watched({rank: self._board.read(rank) for rank in living})
         if marks is None:
             return None
         statuses = {rank: processes.status(rank) for rank in living}
@@ -92,9 +92,9 @@ class RankWatch:
         """What is to be said when ranks have `grace_s` to save and leave."""
         return self._watchdog.shortfall(grace_s)
 
-    def tick(self, ranks: Collection[int], judged: Judged) -> None:
+    def tick(self, ranks: Collection[int], watched: Watched) -> None:
         """Look at what ranks do just now, to find one that is slow."""
-        if said := self._stragglers.look(judged({rank: self._board.read(rank) for rank in ranks}) or {}):
+        if said := self._stragglers.look(watched({rank: self._board.read(rank) for rank in ranks}) or {}):
             self._note(said)
 
     def _line(self, rank: int, since: float) -> str:

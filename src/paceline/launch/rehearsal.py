@@ -15,7 +15,7 @@ class Rehearsal:
         self.left = faults
         self._any = bool(faults)
 
-    def heard(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def on_report(self, kind: str, fields: Mapping[str, Any]) -> None:
         """A rank has reported something, perhaps that it is about to have a fault."""
         if kind == "fault":
             with suppress(UsageError):  # another program may write to the pipe: then none of ours has happened

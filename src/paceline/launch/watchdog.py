@@ -160,8 +160,8 @@ class Watchdog:
         deadlock = all(mark.phase is Phase.WAITING for mark in marks.values())
         needed = self._timeout_s is not None or any(mark.phase is Phase.WAITING for mark in marks.values())
         free = {*_FREE, *(() if deadlock else (Phase.WAITING,)), *(() if needed else _OFTEN_LAST)}
-        judged = [rank for rank in noted if marks[rank].phase not in free]
-        stale = [rank for rank in judged if self._age_s(rank, now) > self._limit_s(rank, marks, statuses, now)]
+        watched = [rank for rank in noted if marks[rank].phase not in free]
+        stale = [rank for rank in watched if self._age_s(rank, now) > self._limit_s(rank, marks, statuses, now)]
         return self._name_culprits(stale, marks, statuses, now, beats or {}) if stale else None
 
     def _stopped(

@@ -412,9 +412,9 @@ class DistributedDataParallel(TorchSurface):
     @property
     def votes(self) -> dict[str, list[int]]:
         """Which ranks voted "stop", "save" or "exhausted" in the last reduction."""
-        heard = self._core.reports.gathered_votes
+        gathered = self._core.reports.gathered_votes
         asked = (Vote.STOP, Vote.SAVE, Vote.EXHAUSTED)
-        return {str(v.name).lower(): [r for r, vote in enumerate(heard) if v in vote] for v in asked}
+        return {str(v.name).lower(): [r for r, vote in enumerate(gathered) if v in vote] for v in asked}
 
     # ---- what there is to see
 

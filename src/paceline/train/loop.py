@@ -224,7 +224,7 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
             seed=config.seed,
             manual_commit=True,  # a step may take several batches
             reseed=False,  # reading a sample draws no random numbers
-            sample_log=folder.path / "ledger" if config.audit else None,
+            sample_log=folder.path / "sample_log" if config.audit else None,
         ),
         checkpoints=paceline.Checkpointer(
             folder.checkpoints,
