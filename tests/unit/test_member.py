@@ -191,7 +191,7 @@ def test_nothing_is_formed_after_the_end(wire: Wire) -> None:
 
 def test_a_launcher_that_has_gone_ends_the_wait(wire: Wire) -> None:
     wire.hang_up()
-    with pytest.raises(WorldNotFormed, match="the launcher has gone"):
+    with pytest.raises(WorldNotFormed, match="the launcher has ended"):
         wire.member.await_generation()
 
 

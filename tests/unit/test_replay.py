@@ -281,7 +281,7 @@ def test_files_that_are_no_capsules(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "b").write_bytes(b"nothing")
     assert main(tmp_path / "b") == 2
     assert main(tmp_path / "c") == 2
-    assert "is not a whole failure capsule" in capsys.readouterr().err
+    assert "is not an intact failure capsule" in capsys.readouterr().err
 
 
 def test_what_a_replica_wrote_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

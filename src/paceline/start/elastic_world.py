@@ -172,7 +172,7 @@ class _Meeting:
         number = self._generation.number
         if left := self._member.ended(number):
             who = "; ".join(f"member {one.member} {one.reason}" for one in left)
-            raise PeerLost(f"generation {number} is over before it was formed: {who}")
+            raise PeerLost(f"generation {number} ended before it was formed: {who}")
         if time.monotonic() > self._deadline:
             raise PeerLost(
                 f"generation {number}: not all of its {self._generation.size} members {what} within {MEET_S:g} s"
