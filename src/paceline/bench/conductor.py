@@ -130,13 +130,7 @@ class Conductor:
         try:
             label, rank = receive(connection)
             self._running[label].connections[int(rank)] = connection
-        except (
-            EOFError,
-            OSError,
-            LookupError,
-            ValueError,
-            TypeError,
-        ):  # the rank died, it is not one of ours, or its contender
+        except (EOFError, OSError, LookupError, ValueError, TypeError):  # it died, it is not ours, or its contender
             # was dropped meanwhile
             connection.close()
 
