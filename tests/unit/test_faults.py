@@ -102,7 +102,7 @@ def test_a_fault_happens_once_at_its_step_and_place(progress: None) -> None:
     faults.arm("raise rank=0 step=3 where=backward", "raise rank=1 step=0")
     own_progress().note(Phase.BACKWARD, 2)
     own_progress().note(Phase.FORWARD, 3)
-    with pytest.raises(faults.InjectedFault, match="raise rank=0 step=3 where=backward, which was asked for"):
+    with pytest.raises(faults.InjectedFault, match="this is the injected fault raise rank=0 step=3 where=backward"):
         own_progress().note(Phase.BACKWARD)
     own_progress().note(Phase.BACKWARD)
     assert [str(fault) for fault in faults.disarm()] == ["raise rank=1 step=0"]
