@@ -462,7 +462,9 @@ def test_a_micro_of_another_shape() -> None:
         for x in model.lanes([draw(0, 4, 5), draw(0, 3, 5)], 0):
             plain(model, x, 0, 0)
 
-    refused(r"as they were dealt \(rank 0: lane 0 \[4, 5\], lane 1 \[3, 5\]; rank 1: lane 2 \[4, 5\], lane 3", attempt)
+    refused(
+        r"have different shapes \(rank 0: lane 0 \[4, 5\], lane 1 \[3, 5\]; rank 1: lane 2 \[4, 5\], lane 3", attempt
+    )
 
 
 def test_micros_of_different_shapes_on_different_ranks() -> None:

@@ -482,7 +482,7 @@ def test_a_generation_that_is_never_formed() -> None:
     job.ready(0, 1, 2)
     job.say(0, MemberFormed(0))
     job.tick(61)
-    assert job.of(GiveUp) == [GiveUp("generation 0 was not formed within 60 s: waited for ranks 1-2")]
+    assert job.of(GiveUp) == [GiveUp("generation 0 was not formed within 60 s; missing: ranks 1-2")]
 
 
 def test_one_that_has_failed_and_does_not_end_is_ended() -> None:

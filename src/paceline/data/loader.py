@@ -123,9 +123,7 @@ class Loader(Generic[Batch]):
         self._uncommitted: list[
             SampleLogEntry
         ] = []  # of each batch that was handed out; with a step if it is in the log
-        self._step_ahead: int | None = (
-            None  # the step whose batches are handed out, if their entries are written at once
-        )
+        self._step_ahead: int | None = None  # the step of handed out batches, if they are logged at once
         self._iteration = 0  # the number of the current one
         self._moves = 0  # the number of times that the position was set
         self._agreed = False  # ranks have compared their positions

@@ -60,7 +60,7 @@ def _stop(fault: Fault) -> None:
 
 def _freeze(fault: Fault) -> None:
     """Wait for a mutex that is never released: unlike a sleep, no signal ends that."""
-    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)  # PyDLL keeps the interpreter's lock
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)  # PyDLL holds the interpreter's lock
     libc.pthread_mutex_lock(mutex)
     if fault.seconds == FOR_EVER:
         libc.pthread_mutex_lock(mutex)
