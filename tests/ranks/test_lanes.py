@@ -773,7 +773,7 @@ def test_what_is_hardly_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     run(body, 2)
     same, gone = caplog.messages
     assert same.startswith("step 7 was run before, so its random numbers")
-    assert gone.startswith("the gradients of step 7 were gone when its loop over lanes ended")
+    assert gone.startswith("the gradients of step 7 were dropped before its loop over lanes ended")
 
 
 def test_steps_that_may_repeat_and_gradients_that_were_used(caplog: pytest.LogCaptureFixture) -> None:

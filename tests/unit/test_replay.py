@@ -194,7 +194,7 @@ def test_what_was_raised_in_backward_may_not_be_known(replay: Replay) -> None:
     code, text = replay(capsule, model=f"{HERE}:Fragile")
     assert code == 0 and "reproduced: rank 0, lane 0 raises RuntimeError: fragile" in text
     code, text = replay(wholly(picky(), kind="crash", error="backward raised"), model=f"{HERE}:picky")
-    assert code == 1 and "nothing was raised; the capsule holds the microbatches as your loop was given them" in text
+    assert code == 1 and "nothing was raised; the capsule holds the microbatches as passed to your loop" in text
     batch = [microbatch(2), -microbatch(3)]
     code, text = replay(wholly(picky(), kind="crash", error="backward raised", batch=batch), model=f"{HERE}:picky")
     assert code == 1 and "raises something else: ArithmeticError" in text

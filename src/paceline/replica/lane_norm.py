@@ -12,10 +12,10 @@ from paceline.placement import BLOCK_ELEMENTS, Ownership
 def norm_in_lanes(
     grads: Mapping[int, torch.Tensor], ownership: Ownership, norm_type: float, group: Group, device: torch.device
 ) -> torch.Tensor:
-    """The norm of all gradients, of which `grads` has this rank's flat blocks, by parameter. All ranks call it.
+    """The norm of all gradients, `grads` holds this rank's flat blocks of them, by parameter. All ranks call it.
 
-    Blocks are made of leaves of `BLOCK_ELEMENTS`. Whoever has a leaf adds it up in one order, and then all ranks add up
-    all leaves in one order: those of other ranks are 0 here, and adding 0 changes nothing.
+    Blocks are made of leaves of `BLOCK_ELEMENTS`. The rank that holds a leaf adds it up in a fixed order, and then all
+    ranks add up all leaves in one order: those of other ranks are 0 here, and adding 0 changes nothing.
     """
     counts = [-(-cuts[-1] // BLOCK_ELEMENTS) for cuts in ownership.cuts]
     leaves = torch.zeros(sum(counts), dtype=torch.float64, device=device)
@@ -31,7 +31,7 @@ def norm_in_lanes(
 
 
 def _leaf_sums(flat: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Halves are added until one number is left: the order inside torch's own sum may depend on how many there are."""
+    """Add halves until one number is left, because the order in torch's own sum may depend on their count."""
     rows = F.pad(flat.float(), (0, -flat.numel() % BLOCK_ELEMENTS)).view(-1, BLOCK_ELEMENTS)
     sums = rows * rows if norm_type == 2.0 else rows.abs().pow(norm_type)
     while (half := sums.shape[1] // 2) > 0:
