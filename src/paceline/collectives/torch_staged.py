@@ -43,7 +43,7 @@ class StagedWork:
         return self._complete or self._work.done()
 
     def wait(self, seconds: float) -> bool:
-        """A plain copy to the host would wait for the device, and so for all ranks, deaf to everything else."""
+        """A plain copy to the host would wait for the device, and so for all ranks, without being interruptible."""
         if self._complete:
             return True
         if self._to_host is None:
