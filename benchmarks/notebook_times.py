@@ -105,7 +105,7 @@ def death(notebook: Notebook) -> float:
     return seen[0] - killed[0]
 
 
-def judge(found: dict[str, list[float]]) -> list[dict[str, Any]]:
+def compare_with_targets(found: dict[str, list[float]]) -> list[dict[str, Any]]:
     imported = statistics.median(found["import"])
     rows = []
     for name, samples in found.items():
@@ -134,7 +134,7 @@ def main() -> None:
         found = measure(given.repeat, folder, init)
     finally:
         shutil.rmtree(folder)
-    rows = judge(found)
+    rows = compare_with_targets(found)
     for row in rows:
         target = "" if row["target"] is None else f"  target {row['target']:.3g}: {'met' if row['met'] else 'NOT met'}"
         sys.stdout.write(f"{row['what']:<32}{row['median']:>9.4g}{target}\n")

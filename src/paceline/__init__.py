@@ -68,19 +68,19 @@ _FOLDERS = (
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext paceline`: N ranks behind every cell of a notebook."""
+    """`%load_ext paceline`: run the cells of a notebook on N ranks."""
     import_module("paceline.notebook.extension").load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """`%unload_ext paceline`: end the ranks and take the magics out again."""
+    """`%unload_ext paceline`: end the ranks and remove the magics."""
     import_module("paceline.notebook.extension").unload(shell)
 
 
 def __getattr__(name: str) -> Any:
-    """Names are loaded when first used: the command line answers `--help` without loading torch."""
+    """Load names when they are first used, so that the command line answers `--help` without loading torch."""
     if name in _HOMES:
-        # Kept in the module, so that this function is asked once per name.
+        # Stored in the module, so that this function is called once per name.
         value = globals()[name] = getattr(import_module(f"paceline.{_HOMES[name]}"), name)
         return value
     if name == "__version__":

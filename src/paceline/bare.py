@@ -1,10 +1,10 @@
-"""The user's own module, inside of what it is wrapped in."""
+"""The user's own module without its wrappers."""
 
 from torch import nn
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module inside of DistributedDataParallel, torch's or ours, and of torch.compile."""
+    """Unwrap DistributedDataParallel (torch's or ours) and torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module

@@ -1,4 +1,4 @@
-"""Which lanes a rank runs, and into which nodes of the tree over lane numbers they fall. Needs no torch."""
+"""Which lanes a rank runs, and which nodes of the tree over lane numbers they cover. Needs no torch."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ Block = tuple[int, int]  # the first part, and the power of two of parts
 
 
 def lanes_of(rank: int, size: int, lanes: int) -> range:
-    """The lanes that one of `size` ranks runs. The first ranks have one more if they cannot be dealt evenly."""
+    """The lanes that one of `size` ranks runs. If the division leaves a remainder, the first ranks have one more."""
     first, end = (-(-lanes * before // size) for before in (rank, rank + 1))
     return range(first, end)
 
@@ -17,7 +17,7 @@ def listed(lanes: range) -> str:
 
 
 def aligned_blocks(first: int, count: int) -> Iterator[Block]:
-    """The fewest aligned blocks that hold the parts `first` to `first + count - 1`."""
+    """The smallest number of aligned blocks that cover the parts `first` to `first + count - 1`."""
     end = first + count
     while first < end:
         width = first & -first or 1 << count.bit_length()

@@ -5,7 +5,7 @@ Gradients become ready one after another and buckets are reduced one after anoth
 
     end = max over k of  ready_k + (n - k + 1)·α + β·(S_n - S_{k-1})
 
-Few buckets leave many bytes for the end, many buckets pay α often. `plan_boundaries` finds the cuts that end first.
+Few buckets leave many bytes for the end; many buckets pay α often. `plan_boundaries` finds the best cuts.
 """
 
 import math
@@ -22,7 +22,7 @@ Groups = tuple[tuple[int, ...], ...]  # parameter indices of each bucket, in the
 
 ON_CALLER_BUCKET_BYTES = 32 * MIB  # see `_plan_on_caller`
 RESERVE = 1.5
-TIE_S = 1e-6  # ends that are closer together than this are equal: nothing here is measured more finely
+TIE_S = 1e-6  # ends closer together than this count as equal: no measurement here is more precise
 HALVINGS = 40
 _NO_CAP = BucketCaps((2**62,))
 

@@ -1,7 +1,7 @@
 """Every exception that paceline raises on purpose.
 
 PacelineError
-├── UsageError            (ValueError)    an argument that cannot work, before anything was started
+├── UsageError            (ValueError)    an invalid argument, found before anything was started
 ├── IllegalMove           (RuntimeError)  a call that the current state does not allow
 ├── WorldError            (RuntimeError)  the launcher's environment is incomplete or contradicts itself
 │   └── WorldNotFormed    (TimeoutError)  some ranks never arrived; `missing` names them
@@ -9,26 +9,26 @@ PacelineError
 ├── ReplicasDiffer        (ValueError)    init="verify" found unequal values
 ├── ReplicaDrift          (RuntimeError)  replicas were equal once and are not any more; `ranks`, `tensor`, `step`
 │   └── NoMajority                        it cannot be healed, because it is not known which rank is right
-├── WrongGradients        (RuntimeError)  a lane has other gradients when another rank computes it; `ranks`, `lane`, …
+├── WrongGradients        (RuntimeError)  another rank computes other gradients for the same lane; `ranks`, `lane`, …
 ├── CollectiveError       (RuntimeError)  something went wrong between ranks
 │   ├── PeerLost                          a rank died; `ranks` names it
-│   ├── PeerAbsent        (TimeoutError)  a rank did not come before `timeout=`
+│   ├── PeerAbsent        (TimeoutError)  a rank did not join the collective within `timeout=`
 │   ├── BackwardAborted                   the backward ended with an exception on another rank
-│   ├── MessageDamaged                    what a rank has sent is not what came to another
+│   ├── MessageDamaged                    a message arrived with other contents than were sent
 │   └── CollectiveMismatch                ranks issued different collectives
 ├── BucketsTooLarge       (MemoryError)   there is not enough memory for the gradients
 ├── SharedMemoryFull      (MemoryError)   there is not enough memory for what ranks of one host share
 ├── UnusedParameters      (RuntimeError)  unused="error" and a parameter took no part in a backward
 ├── GraphChanged          (RuntimeError)  static_graph=True and the graph is not static
 ├── UnreducedGradients    (RuntimeError)  an optimizer step on gradients that were never reduced
-├── NotWhole              (RuntimeError)  a whole tensor was asked for where ranks hold it in shards
+├── NotWhole              (RuntimeError)  a whole tensor was requested, but ranks hold it in shards
 ├── NotFiniteGradients    (ArithmeticError)  gradients are not finite, and not_finite= says that this is an error
-├── CheckpointError                       its kinds stand in `checkpoint/checkpoint_errors.py`
-├── Malformed             (ValueError)    what came from a file or another process is nothing that paceline writes
-├── CapsuleDamaged        (ValueError)    a file is no whole failure capsule
+├── CheckpointError                       subclasses: `checkpoint/checkpoint_errors.py`
+├── Malformed             (ValueError)    data from a file or another process is not in paceline's format
+├── CapsuleDamaged        (ValueError)    a file is not an intact failure capsule
 ├── DataDiffers           (ValueError)    ranks were given different data: `data/rank_checks.py`
 ├── WorkerDied, SampleLogDamaged          of the loader: `data/workers.py`, `data/sample_log.py`
-├── PlanError, ConfigError, CorpusError (ValueError)  a number or text that cannot be planned, trained with, trained on
+├── PlanError, ConfigError, CorpusError (ValueError)  invalid input of `plan`, a setting, a corpus
 └── LaunchError           (RuntimeError)  the ranks could not be started: `launch/job.py`
 
 The builtin bases are those that torch raises in the same place, so `except` clauses written for torch keep working.
@@ -42,7 +42,7 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError, ValueError):
-    """An argument that cannot work."""
+    """An invalid argument."""
 
 
 class IllegalMove(PacelineError, RuntimeError):
@@ -66,12 +66,12 @@ class ModelMismatch(PacelineError, RuntimeError):
 
 
 class ReplicasDiffer(PacelineError, ValueError):
-    """Replicas were told to start equal (init="verify") and do not."""
+    """Replicas were required to start equal (init="verify") and differ."""
 
 
 class ReplicaDrift(PacelineError, RuntimeError):
-    """Replicas were equal and are not any more. `ranks` are those at fault, which is `known` where a majority tells, or
-    else all that differ."""
+    """Replicas were equal and no longer are. `ranks` are those at fault if a majority shows which (`known`), else all
+    that differ."""
 
     def __init__(
         self, message: str, *, ranks: Sequence[int] = (), known: bool = False, tensor: str = "", step: int = -1
@@ -89,7 +89,7 @@ class NoMajority(ReplicaDrift):
 
 class WrongGradients(PacelineError, RuntimeError):
     """An audit has found a lane whose gradients another rank computes differently. `ranks` are those that compute
-    wrong, or all that disagree where it is not `known` who is right; `tensor` is the first parameter that differs."""
+    wrong results, or, if `known` is false, all that disagree; `tensor` is the first parameter that differs."""
 
     def __init__(
         self,
@@ -118,15 +118,15 @@ class NotFiniteGradients(PacelineError, ArithmeticError):
 
 
 class Malformed(PacelineError, ValueError):
-    """What a file, a pipe, a socket or a store holds is nothing that paceline writes there."""
+    """The contents of a file, pipe, socket or store are not in the format that paceline writes there."""
 
 
 class CapsuleDamaged(PacelineError, ValueError):
-    """A file is not, byte for byte, a failure capsule as it was written."""
+    """A failure capsule is damaged, or the file is not a failure capsule."""
 
 
 class CollectiveError(PacelineError, RuntimeError):
-    """Something went wrong between ranks. `ranks` are those at fault, as far as they are known."""
+    """A collective failed. `ranks` are those at fault, as far as they are known."""
 
     def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -138,7 +138,7 @@ class PeerLost(CollectiveError):
 
 
 class PeerAbsent(CollectiveError, TimeoutError):
-    """A rank is alive but did not come before the timeout."""
+    """A rank is alive but did not join the collective before the timeout."""
 
 
 class BackwardAborted(CollectiveError):
@@ -146,7 +146,7 @@ class BackwardAborted(CollectiveError):
 
 
 class MessageDamaged(CollectiveError):
-    """What was received is not what was sent. `ranks` are the senders, and no rank has used it."""
+    """A message was damaged on its way. `ranks` are the senders; no rank has used the data."""
 
 
 class CollectiveMismatch(CollectiveError):
@@ -158,7 +158,7 @@ class BucketsTooLarge(PacelineError, MemoryError):
 
 
 class SharedMemoryFull(PacelineError, MemoryError):
-    """There is not enough memory for what the ranks of one host share."""
+    """There is not enough memory for the shared memory of the ranks of one host."""
 
 
 class UnusedParameters(PacelineError, RuntimeError):
@@ -174,4 +174,4 @@ class UnreducedGradients(PacelineError, RuntimeError):
 
 
 class NotWhole(PacelineError, RuntimeError):
-    """A whole gradient or parameter was asked for, and under this placement no rank has one."""
+    """A whole gradient or parameter was requested, but under this placement no rank holds one."""

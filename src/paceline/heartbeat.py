@@ -1,7 +1,7 @@
-"""A thread of a rank that tells its launcher two things: that Python runs here, and in which line a rank rests.
+"""A thread of a rank that tells its launcher two things: that Python runs here, and at which line a rank has stopped.
 
-Without the first, a rank in which native code keeps the interpreter's lock looks like one that waits. The second is
-sent when the rank has noted nothing for a while, so a launcher can say where, and not only that, it makes no progress.
+Without the first, a rank whose native code holds the GIL looks like one that waits. The second is sent when the rank
+has noted nothing for a while, so that a launcher can say where the rank is stuck, and not only that it is.
 """
 
 import _thread
@@ -17,14 +17,14 @@ from paceline.phase import NOTE, Phase
 from paceline.rank_report import REPORT_NAME, report
 
 BEAT = struct.Struct("@q")  # time in ns of the monotonic clock
-BEAT_AT = NOTE.size  # in the memory of a rank, behind what it notes
+BEAT_AT = NOTE.size  # in the memory of a rank, after its notes
 EVERY_S = 0.5
-RESTS_S = 2.0  # a rank that has noted nothing for this long says in which line it is
+RESTS_S = 2.0  # a rank that has noted nothing for this long reports its current line
 FRAMES = 12
 
 
 def begin_heartbeat(memory: memoryview | None) -> None:
-    """Start the thread, for a rank that has a launcher, if it does not run yet. It needs some microseconds twice a
+    """Start the thread if this rank has a launcher and the thread does not run yet. It takes some microseconds twice a
     second."""
     if memory is not None and REPORT_NAME in os.environ and not BEAT.unpack_from(memory, BEAT_AT)[0]:
         BEAT.pack_into(memory, BEAT_AT, time.monotonic_ns())
@@ -34,7 +34,7 @@ def begin_heartbeat(memory: memoryview | None) -> None:
 
 
 def _end(memory: memoryview, ending: threading.Event) -> None:
-    """Threads run no more while Python ends, which is no silence to wonder about."""
+    """Mark the end: while Python shuts down no threads run, so silence is expected."""
     ending.set()
     BEAT.pack_into(memory, BEAT_AT, 0)
 
@@ -51,7 +51,8 @@ def _beat(memory: memoryview, main: int | None, ending: threading.Event) -> None
             noted, since, said = newest, now, []
         elif now - since >= RESTS_S and noted[2] not in (Phase.IDLE, Phase.DONE, Phase.WAITING):
             before, seen = seen, _stack(sys._current_frames().get(main or 0))
-            # A script that notes nothing is in another line at every beat: it rests where it is found twice.
+            # A script that makes progress is at another line at every beat; one found twice at a line has stopped
+            # there.
             rests = seen if noted[2] != Phase.STARTING or seen == before else []
             if rests != said:
                 said = rests

@@ -1,29 +1,29 @@
-"""Who is told that something is used whose position or state belongs to a run.
+"""Listeners that are told when an object whose position or state belongs to a run is used.
 
-`paceline.elastic` asks while an attempt runs: all that an attempt uses has to be declared to it, or a rank that is new
-would stand at another place. What is used knows nothing of that, and tells.
+`paceline.elastic` listens while an attempt runs: everything that an attempt uses has to be declared to it, or a new
+rank would not have its state. The objects that are used know nothing of that; they only call `tell`.
 """
 
 from collections.abc import Callable
 
 
 class Uses:
-    """Those who listen now. As long as nobody does, telling costs next to nothing."""
+    """The current listeners. Without any, a call to `tell` costs next to nothing."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[Callable[[object], None], ...] = ()  # replaced, never changed: threads tell, too
+        self._listeners: tuple[Callable[[object], None], ...] = ()  # replaced, never changed: threads call `tell`, too
 
     def tell(self, thing: object) -> None:
-        """`thing` is being used. A listener may raise, in the line that uses it."""
+        """`thing` is being used. A listener may raise; the error appears at the line that uses it."""
         for listener in self._listeners:
             listener(thing)
 
     def add(self, listener: Callable[[object], None]) -> None:
-        """From here on `listener` is told."""
+        """Add a listener."""
         self._listeners = (*self._listeners, listener)
 
     def remove(self, listener: Callable[[object], None]) -> None:
-        """`listener` is told no more. Idempotent."""
+        """Remove a listener. Idempotent."""
         self._listeners = tuple(one for one in self._listeners if one != listener)
 
 

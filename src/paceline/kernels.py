@@ -1,4 +1,4 @@
-"""What decides which kernels torch runs: where it differs, the same numbers may be added in another order."""
+"""The settings that decide which kernels torch runs. Other kernels may add the same numbers in another order."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ def kernel_settings(device: torch.device | None = None) -> dict[str, str]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        # torch has no function for this: a number below the smallest normal one shows whether it is taken for zero.
+        # torch has no function for this: a subnormal number shows whether it is flushed to zero.
         "flush denormal": torch.full((), 1e-40, dtype=torch.float32, device="cpu").mul(1.0).item() == 0.0,
     }
     gpu = device is not None and device.type == "cuda"
@@ -58,7 +58,7 @@ def use_float32_precision(settings: Mapping[str, str]) -> None:
 def _float32_places(*, gpu: bool) -> dict[str, Any]:
     """Where torch keeps how exactly float32 is multiplied.
 
-    Not torch.get_float32_matmul_precision() and allow_tf32: they raise an error once anyone has set one of these.
+    Not torch.get_float32_matmul_precision() and allow_tf32: they raise an error once one of these has been set.
     """
     backends: Any = torch.backends
     places = {"mkldnn.matmul": backends.mkldnn.matmul, "mkldnn.conv": backends.mkldnn.conv}

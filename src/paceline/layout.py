@@ -16,8 +16,8 @@ import torch
 
 from paceline.errors import UsageError
 
-# Kernels choose vector widths by alignment, and so the order of their sums: with every gradient on a cache line, the
-# same gradient meets the same kernel in every layout.
+# Kernels choose vector widths by alignment, and so the order of their sums. With every gradient on a cache line, the
+# same gradient is processed by the same kernel in every layout.
 ALIGN_BYTES = 64
 
 MIB = 1024 * 1024
@@ -60,7 +60,7 @@ class ParamMeta:
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device] | None:
-        """Gradients of one kind may share a bucket. None shares with nobody."""
+        """Gradients of one kind may share a bucket. None: shares with no other."""
         return None if self.sparse else (self.dtype, self.device)
 
 
@@ -164,7 +164,7 @@ def lay_groups(params: Iterable[ParamMeta], groups: Iterable[Sequence[int]]) -> 
 
 
 def cap_groups(items: Iterable[tuple[int, Hashable | None, int]], caps: BucketCaps) -> list[list[int]]:
-    """Group (parameter, kind, bytes), earliest gradient first: one kind per group, and kind None alone.
+    """Group (parameter, kind, bytes), earliest gradient first: one kind per group, each gradient of kind None alone.
 
     A group closes when it has reached its cap. Groups are sorted by their last gradient, because that is when their
     buckets are full, and buckets are launched strictly in index order.

@@ -1,7 +1,7 @@
-"""This process as a member of an elastic job: what its launcher tells it, and what it tells its launcher.
+"""This process as a member of an elastic job: the messages between it and its launcher.
 
 The launcher decides who is in which generation (`launch/coordinator.py`); a member asks, waits and obeys. A thread
-reads what the launcher says, so a death is known at once whatever the main thread does.
+reads the launcher's messages, so a death is known at once whatever the main thread does.
 """
 
 import os
@@ -39,7 +39,7 @@ def in_elastic_job() -> bool:
 
 
 def _named() -> tuple[int, int] | None:
-    """This member's number and the descriptor of what its launcher says."""
+    """This member's number, and the descriptor from which it reads its launcher's messages."""
     member = os.environ.get(MEMBER_NAME, "")
     descriptor = inherited_descriptor(os.environ.get(MEMBERSHIP_NAME, ""))
     return (int(member), descriptor) if re.fullmatch("[0-9]{1,9}", member) and descriptor is not None else None
@@ -48,7 +48,7 @@ def _named() -> tuple[int, int] | None:
 class Member:
     """One member, from its start to its end. `own()` is that of this process; tests make others.
 
-    `descriptor` is read and stays the caller's, `say` hands the launcher a line and returns whether it has it.
+    `descriptor` is read and stays the caller's, `say` sends the launcher a line and returns whether it was delivered.
     """
 
     _own: "ClassVar[Member | None]" = None
@@ -58,7 +58,7 @@ class Member:
         self.id = number
         self._say = say
         self._descriptor = descriptor
-        self._heard = threading.Condition()  # guards all below
+        self._changed = threading.Condition()  # guards all fields below
         self._generation: Generation | None = None
         self._stores: dict[int, tuple[str, int]] = {}
         self._ended: list[MemberLeft] = []
@@ -72,7 +72,7 @@ class Member:
 
     @classmethod
     def own(cls) -> "Member | None":
-        """This process as a member; None outside an elastic job, and in what a member has forked or started."""
+        """This process as a member; None outside an elastic job, and in processes that a member forked or started."""
         if cls._own is None and not cls._forked and (named := _named()) is not None:
             cls._own = cls(*named)
             os.set_inheritable(named[1], False)
@@ -80,81 +80,81 @@ class Member:
         return cls._own
 
     def close(self) -> None:
-        """End the thread that reads."""
+        """End the reading thread."""
         os.close(self._close)
         self._reader.join()
         os.close(self._closing)
 
-    # What is said -----------------------------------------------------------------------------------------------------
+    # Sending ---------------------------------------------------------------------------------------------------------
 
     def send(self, message: FromMember) -> None:
         """Tell the launcher something; it is not dropped. Raises `WorldNotFormed` when the launcher does not read."""
         if not self._say(to_line(message)):
-            raise WorldNotFormed(f"member {self.id}: the launcher does not take messages any more ({message})")
+            raise WorldNotFormed(f"member {self.id}: the launcher no longer reads messages ({message})")
 
-    # What is known ----------------------------------------------------------------------------------------------------
+    # State ----------------------------------------------------------------------------------------------------------
 
     @property
     def generation(self) -> Generation | None:
         """The newest generation that this member belongs to."""
-        with self._heard:
+        with self._changed:
             return self._generation
 
     def ended(self, generation: int) -> tuple[MemberLeft, ...]:
-        """Who has left a generation. When anyone has, it is over."""
-        with self._heard:
+        """The members that have left a generation. It is over as soon as one has."""
+        with self._changed:
             return self._left(generation)
 
     def wants_regroup(self, generation: int) -> bool:
-        """Whether others wait to join, so that this generation should end after a step."""
-        with self._heard:
+        """Whether other members wait to join, so that this generation should end after the current step."""
+        with self._changed:
             return self._regroup >= generation
 
     @property
     def finished(self) -> bool:
         """Whether another member has said that training is over. No generation is formed after that."""
-        with self._heard:
+        with self._changed:
             return self._finished
 
     def on_ended(self, call: Callable[[MemberLeft], None]) -> Callable[[], None]:
-        """Have `call` called, in another thread, whenever a member leaves; return what stops that."""
-        with self._heard:
+        """Call `call` from another thread whenever a member leaves. Returns a function that stops that."""
+        with self._changed:
             self._callbacks.append(call)
 
         def stop() -> None:
-            with self._heard:
+            with self._changed:
                 if call in self._callbacks:
                     self._callbacks.remove(call)
 
         return stop
 
-    # What is waited for -----------------------------------------------------------------------------------------------
+    # Waiting --------------------------------------------------------------------------------------------------------
 
     def await_generation(self, after: int = NEVER) -> Generation:
         """The first generation later than `after` that this member belongs to: `MemberReady` must have been sent.
 
-        Raises `WorldNotFormed` when the launcher refuses to form any more, or has gone. There is no other limit: a
+        Raises `WorldNotFormed` when the launcher refuses to form another, or has ended. There is no other limit: a
         spare may wait for as long as the job runs.
         """
-        with own_progress().during(Phase.WAITING), self._heard:
+        with own_progress().during(Phase.WAITING), self._changed:
             while self._generation is None or self._generation.number <= after:
                 self._refuse()
-                self._heard.wait(SLICE_S)
+                self._changed.wait(SLICE_S)
             return self._generation
 
     def await_store(self, generation: int, timeout_s: float = 60.0) -> tuple[str, int]:
-        """Host and port of the store of a generation. Raises `PeerLost` if the generation is over before that."""
+        """Host and port of the store of a generation. Raises `PeerLost` if the generation ends before that."""
         deadline = time.monotonic() + timeout_s
-        with own_progress().during(Phase.WAITING), self._heard:
+        with own_progress().during(Phase.WAITING), self._changed:
             while generation not in self._stores:
                 self._refuse()
                 self._refuse_ended(generation)
                 if time.monotonic() >= deadline:
                     raise WorldNotFormed(
-                        f"member {self.id}: the first member of generation {generation} said nowhere within "
+                        f"member {self.id}: the first member of generation {generation} did not report within "
                         f"{timeout_s:g} s where its store listens"
                     )
-                self._heard.wait(SLICE_S)
+                self._changed.wait(SLICE_S)
             return self._stores[generation]
 
     def _refuse(self) -> None:
@@ -166,7 +166,7 @@ class Member:
     def _refuse_ended(self, generation: int) -> None:
         if left := self._left(generation):
             who = "; ".join(f"member {one.member} {one.reason}" for one in left)
-            raise PeerLost(f"generation {generation} is over before it was formed: {who}")
+            raise PeerLost(f"generation {generation} ended before it was formed: {who}")
         if self._generation is not None and self._generation.number > generation:
             now = self._generation.number
             raise IllegalMove(f"generation {generation} is over: member {self.id} is in generation {now}")
@@ -174,7 +174,7 @@ class Member:
     def _left(self, generation: int) -> tuple[MemberLeft, ...]:
         return tuple(one for one in self._ended if one.generation == generation)
 
-    # The thread that reads --------------------------------------------------------------------------------------------
+    # The reading thread -----------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         waiting = select.poll()
@@ -186,7 +186,7 @@ class Member:
                 return
             data = os.read(self._descriptor, CHUNK)
             if not data:
-                self._take_in(Refused("the launcher has gone"))
+                self._take_in(Refused("the launcher has ended"))
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
@@ -194,7 +194,7 @@ class Member:
                     self._take_in(message)
 
     def _take_in(self, message: FromLauncher) -> None:
-        with self._heard:
+        with self._changed:
             if isinstance(message, Generation):
                 self._enter(message)
             elif isinstance(message, StoreAt):
@@ -208,7 +208,7 @@ class Member:
             else:
                 self._refused = self._refused or message.reason
             callbacks = list(self._callbacks)
-            self._heard.notify_all()
+            self._changed.notify_all()
         if isinstance(message, MemberLeft):
             for call in callbacks:
                 call(message)
@@ -216,7 +216,7 @@ class Member:
     def _enter(self, generation: Generation) -> None:
         if self.id in generation.members:
             self._generation = generation
-            # Nobody asks about those before the one that this follows.
+            # Earlier ones than that are no longer asked about.
             oldest = generation.number - 1
             self._ended = [one for one in self._ended if one.generation >= oldest]
             self._stores = {number: at for number, at in self._stores.items() if number >= oldest}

@@ -1,7 +1,7 @@
-"""What members of an elastic job and their launcher tell each other: one JSON object a line, each a frozen value here.
+"""The messages between members of an elastic job and their launcher: one JSON object per line, each a frozen dataclass.
 
-A member is a process; its number is never given to another one. A generation is one membership of the world: an ordered
-list of members, of which each one's place is its rank.
+A member is a process; its number is never reused. A generation is one membership of the world: an ordered
+list of members, in which a member's position is its rank.
 """
 
 import json
@@ -11,18 +11,18 @@ from typing import Any
 
 LOOPBACK = "127.0.0.1"
 NEVER = -1  # the generation, or the step, of a member that has been in none
-MAX_REASON = 600  # so that a line stays within 4 KiB, whatever its letters
+MAX_REASON = 600  # so that a line stays within 4 KiB, whatever characters it holds
 
-# What a member says --------------------------------------------------------------------------------------------------
+# From members --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MemberReady:
-    """A member waits for the next generation. `was` is the one it has left; `whole`: its state is that of `step`, or,
-    where states are cut into `shards`, it is the shard with number `shard` of that.
+    """A member waits for the next generation. `was` is the one it has left. `whole`: it holds the complete state of
+    `step` or, if states are cut into `shards`, the complete shard number `shard` of it.
 
-    Its script can work in worlds of a multiple of `multiple` ranks. If `divides` is not 0, the size divides that too.
-    `reason`, which continues "rank 1 ", says what has ended that one on all of its ranks, with none of them to blame.
+    The script accepts worlds whose size is a multiple of `multiple` and, unless `divides` is 0, a divisor of it.
+    `reason`, which continues "rank 1 ", says what ended the last generation on all ranks if none is to blame.
     """
 
     was: int
@@ -37,7 +37,7 @@ class MemberReady:
 
 @dataclass(frozen=True)
 class MemberStore:
-    """The first member of a generation holds its store, which listens here."""
+    """The first member of a generation runs its store, which listens here."""
 
     generation: int
     port: int
@@ -53,7 +53,7 @@ class MemberFormed:
 
 @dataclass(frozen=True)
 class MemberFailed:
-    """The member's script raised an exception that is no other member's fault, and it is about to leave."""
+    """The member's script raised an exception that no other member caused, and the member is about to leave."""
 
     generation: int
     step: int
@@ -62,22 +62,22 @@ class MemberFailed:
 
 @dataclass(frozen=True)
 class MemberFinished:
-    """All members have come to the end of training. From here on nobody is replaced."""
+    """All members have reached the end of training. From now on no member is replaced."""
 
     generation: int
     step: int
 
 
-# What the launcher says ----------------------------------------------------------------------------------------------
+# From the launcher --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The next membership. `sources` have the state of `step` between them, each the shard of its place; a state that
-    is not cut is that of one of them. Nobody else decides whose state it is.
+    """The next membership. `sources` have the state of `step` between them, each the shard of its position; a state
+    that is not cut has one source. The launcher alone decides whose state is used.
 
-    Without sources no state is whole, and the newest checkpoint has to do. `fresh`: nobody has trained yet, so that is
-    tried first.
+    Without sources no state is whole, and the newest checkpoint has to be loaded. `fresh`: no member has trained yet,
+    so a checkpoint, if there is one, is tried first.
     """
 
     number: int
@@ -91,7 +91,7 @@ class Generation:
         return len(self.members)
 
     def rank_of(self, member: int) -> int:
-        """A member's place, which is its rank."""
+        """The rank of a member."""
         return self.members.index(member)
 
 
@@ -106,7 +106,7 @@ class StoreAt:
 
 @dataclass(frozen=True)
 class MemberLeft:
-    """A member has left a generation, which is over therefore. `reason` continues "rank 1 "."""
+    """A member has left a generation, which ends it. `reason` continues "rank 1 "."""
 
     generation: int
     member: int
@@ -129,7 +129,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Finished:
-    """Training is over: a member of this generation has passed the last barrier, so all had come to it."""
+    """Training is over: a member of this generation has passed the last barrier, so all have reached it."""
 
     generation: int
 
@@ -152,7 +152,7 @@ _KINDS: Mapping[type[Any], str] = {
 
 
 def to_line(message: FromMember | FromLauncher) -> bytes:
-    """The line that stands for a message, with its end."""
+    """A message as a line, with the newline."""
     found = {"kind": _KINDS[type(message)], **asdict(message)}
     if "reason" in found:
         found["reason"] = found["reason"][:MAX_REASON]
@@ -160,13 +160,13 @@ def to_line(message: FromMember | FromLauncher) -> bytes:
 
 
 def from_member(kind: str, said: Mapping[str, Any]) -> FromMember | None:
-    """What a member has said by a report; None when the report is of another kind, or is no such message."""
+    """The message in a member's report; None if the report is of another kind or malformed."""
     found: FromMember | None = _read(kind, said, MemberReady, MemberStore, MemberFormed, MemberFailed, MemberFinished)
     return found
 
 
 def from_launcher(line: bytes) -> FromLauncher | None:
-    """What the launcher says in a line; None when it is no such message."""
+    """The launcher's message in a line; None if it is malformed."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):
@@ -190,7 +190,7 @@ def _read(kind: str, said: Mapping[str, Any], *allowed: type[Any]) -> Any:
 _WRONG = object()
 
 
-# What numbers can be; all others, from "never" on.
+# The range of these numbers; all others may be as low as NEVER.
 _LIMITS = {"port": (1, 65535), "shards": (1, 1 << 31), "multiple": (1, 1 << 31), "divides": (0, 1 << 31)}
 _ANY = (NEVER, 1 << 62)
 

@@ -1,4 +1,4 @@
-"""Fields of settings that command lines show, and the check of their values."""
+"""Fields of settings that appear as command line options, and the check of their values."""
 
 import math
 from dataclasses import Field, field, fields
@@ -18,7 +18,7 @@ def option(
     choices: tuple[str, ...] = (),
     group: str = "",
 ) -> Any:
-    """A field that command lines show with the text `about`, in the `group` of the same name.
+    """A field that appears on command lines with the help text `about`, in the `group` of the same name.
 
     Values must be at least `low` and at most `high`, or among `choices`, where these are given.
     """
@@ -26,7 +26,7 @@ def option(
 
 
 def check_fields(settings: Any, error: type[UsageError] = UsageError) -> None:
-    """Raise `error` for the first field whose value is of another type than its default, or not what it may be."""
+    """Raise `error` for the first field whose value has another type than its default, or is not allowed."""
     for item in fields(settings):
         value = getattr(settings, item.name)
         if expected := _unmet(value, item):
@@ -34,7 +34,7 @@ def check_fields(settings: Any, error: type[UsageError] = UsageError) -> None:
 
 
 def _unmet(value: Any, item: "Field[Any]") -> str:
-    """What a setting must be and `value` is not; empty when it may be used."""
+    """The requirement that `value` does not meet; empty if it is valid."""
     kind: Any = type(item.default)
     low, high = item.metadata["bounds"]
     choices = item.metadata["choices"]

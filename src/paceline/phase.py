@@ -3,11 +3,11 @@
 import struct
 from enum import IntEnum
 
-NOTE = struct.Struct("@qqq")  # time in ns of the monotonic clock, which is one for a whole machine; step; phase
+NOTE = struct.Struct("@qqq")  # time in ns of the monotonic clock, which all processes of a machine share; step; phase
 
 
 class Phase(IntEnum):
-    """What a rank does. Inside a step the numbers grow, so the smallest (step, phase) is the rank furthest behind."""
+    """What a rank is doing. Numbers grow within a step, so the smallest (step, phase) is the rank furthest behind."""
 
     STARTING = 0
     IDLE = 1  # before the first step: the script may prepare for as long as it likes

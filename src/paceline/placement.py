@@ -1,8 +1,8 @@
-"""Who owns what under a sharded placement, as one frozen value.
+"""Which rank owns what under a sharded placement, as one frozen value.
 
 A parameter is cut into blocks, one per rank, in its own coordinates: element 0 to numel, in the order of its memory.
 The cut follows from shapes and the number of ranks alone, so it is fixed for the life of a run. How gradients are cut
-into buckets (`layout.py`) is another thing, and may change between steps without moving anything that a rank owns.
+into buckets (`layout.py`) is independent of it, and may change between steps without moving anything that a rank owns.
 
     w  ├── rank 0 ──┼── rank 1 ──┼─ rank 2 ─┤        b  ├ rank 1 ┤        small ones have one owner
 """
@@ -20,7 +20,7 @@ from paceline.layout import BucketSpec, ParamMeta
 
 # Below this a parameter has one owner: a block of it would cost more to address than to reduce.
 SMALL_BYTES = 16 * 1024
-# Blocks are made of so many elements, and so of whole cache lines, whatever the number of ranks.
+# Blocks are multiples of this many elements, so they are whole cache lines for any number of ranks.
 BLOCK_ELEMENTS = 256
 
 Span = tuple[int, int]  # begin and end, in elements
@@ -48,7 +48,7 @@ PLACEMENTS = {
 
 
 def placement_of(name: object, shard: object = None, copies: object = None) -> Placement:
-    """The placement with this name. Shards over one rank are what "ddp" keeps."""
+    """The placement with this name. Shards over one rank amount to "ddp"."""
     if name not in PLACEMENTS:
         accepted = ", ".join(map(repr, PLACEMENTS))
         raise UsageError(f"placement={name!r} is not known; accepted: {accepted}")
@@ -57,7 +57,7 @@ def placement_of(name: object, shard: object = None, copies: object = None) -> P
             raise UsageError(f'{what}={value!r} needs shards; pass placement="zero1", "zero2" or "zero3" with it')
     if shard is not None and copies is not None:
         raise UsageError(
-            f"shard={shard!r} and copies={copies!r} say the same thing in two ways: over how many ranks shards are "
+            f"shard={shard!r} and copies={copies!r} set the same thing: over how many ranks shards are "
             f"made, and how many ranks hold each; pass one of them"
         )
     return PLACEMENTS["ddp" if shard == 1 else str(name)]
@@ -83,7 +83,7 @@ def shard_size(shard: object, world: int, copies: object = None) -> int:
 class Ownership:
     """Which block of every parameter each of `ranks` consecutive ranks owns. A block may be empty.
 
-    Where the world is larger, the next ranks own the same again: ranks that are `ranks` apart are twins.
+    Where the world is larger, the next ranks own the same blocks again: ranks that are `ranks` apart are twins.
     """
 
     ranks: int
@@ -129,9 +129,9 @@ def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def cut_parameters(params: Sequence[ParamMeta], ranks: int) -> Ownership:
-    """Cut every parameter into one block per rank. Blocks begin on a cache line, so kernels see the same alignment as
-    in the whole parameter, and their bits are the same; and on a multiple of `BLOCK_ELEMENTS`, so sums of these are
-    there in every world. A small parameter goes to the rank that has the least."""
+    """Cut every parameter into one block per rank. Blocks begin on a cache line, so that kernels see the same alignment
+    as in the whole parameter and give the same bits, and on a multiple of `BLOCK_ELEMENTS`, so that the sums of these
+    elements exist in every world. A small parameter goes to the rank that holds the least."""
     held = [0] * ranks  # bytes
     cuts: list[tuple[int, ...]] = []
     for meta in params:
@@ -148,7 +148,7 @@ def cut_parameters(params: Sequence[ParamMeta], ranks: int) -> Ownership:
 
 
 def find_units(module: nn.Module, chosen: Sequence[Any] | None) -> list[nn.Module]:
-    """The modules whose parameters are gathered and freed together: those chosen, as modules or as their classes, or
+    """The modules whose parameters are gathered and freed together: those chosen, given as modules or classes, or
     the repeated blocks of the model."""
     if chosen is None:
         return list(_repeated(module))
@@ -158,7 +158,7 @@ def find_units(module: nn.Module, chosen: Sequence[Any] | None) -> list[nn.Modul
         raise UsageError(f"units= takes modules of the model, or classes of them, got {strange[0]!r}")
     found = [one for one in module.modules() if one is not module and (isinstance(one, classes) or id(one) in given)]
     if lost := [one for one in chosen if id(one) in given - {id(one) for one in found}]:
-        raise UsageError(f"units= names a {type(lost[0]).__name__} that is no part of the model")
+        raise UsageError(f"units= names a {type(lost[0]).__name__} that is not part of the model")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the kernel says of a process, the processor, signals, memory limits and the OOM killer. Needs no torch."""
+"""What the kernel reports about a process, the processor, signals, memory limits and the OOM killer. Needs no torch."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ def read_status(pid: int) -> ProcessStatus:
 def _moved(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    except OSError:  # gone, or of a user whose processes are nobody's business
+    except OSError:  # it has ended, or belongs to another user
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
 
@@ -45,7 +45,7 @@ def stopped_children(pid: int) -> list[int]:
     """The processes that `pid` has started and that were stopped by a signal, such as DataLoader workers."""
     try:
         children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:  # gone, or a kernel that does not tell
+    except OSError:  # it has ended, or the kernel does not offer this
         return []
     return [child for child in children if read_status(child).stopped]
 

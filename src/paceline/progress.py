@@ -1,6 +1,6 @@
-"""What this rank does now, in memory that its launcher reads (`launch/reports.py`): a phase, a step, and since when.
+"""The current phase and step of this rank, and since when, in memory that its launcher reads (`launch/reports.py`).
 
-A note costs a microsecond. The replica, the step guard, `collectives.group` and the Checkpointer note by themselves.
+A note costs a microsecond. The replica, the step guard, `collectives.group` and the Checkpointer write their own notes.
 """
 
 import os
@@ -17,7 +17,7 @@ __all__ = ["Phase", "Progress", "own_progress"]
 
 
 class Progress:
-    """What one rank notes. Without memory, as in a process without a launcher, nothing is."""
+    """The notes of one rank. Without memory, as in a process without a launcher, nothing is noted."""
 
     _own: "ClassVar[Progress | None]" = None
 
@@ -30,25 +30,25 @@ class Progress:
             os.register_at_fork(after_in_child=self._forget)  # a child is not the rank
 
     def note(self, phase: Phase, step: int | None = None) -> None:
-        """Say what this rank does from now on, and in which step if that is another one."""
+        """Note what this rank is doing, and the step if it has changed."""
         if self.memory is not None:
             self.phase = phase
             self.step = self.step if step is None else step
             NOTE.pack_into(self.memory, 0, time.monotonic_ns(), self.step, phase)
 
     def begin(self) -> None:
-        """Say that this rank is one whose progress can be seen, if that is not known yet."""
+        """Mark this rank as one that reports progress, if it is not marked yet."""
         if self.phase is Phase.STARTING:
             self.note(Phase.IDLE)
             begin_heartbeat(self.memory)
 
     def end_evaluation(self) -> None:
-        """Say that an evaluation is over, if there was one."""
+        """Note the end of an evaluation, if there was one."""
         if self.phase is Phase.EVALUATE:
             self.note(Phase.BETWEEN)
 
     def stepped(self) -> None:
-        """An optimizer step is over."""
+        """Note the end of an optimizer step."""
         self.note(Phase.BETWEEN, self.step + 1)
 
     def enter(self, phase: Phase) -> Phase:
@@ -60,7 +60,7 @@ class Progress:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Note `phase` now, and at the end again what was noted before."""
+        """Note `phase` now, and what was noted before again at the end."""
         before = self.enter(phase)
         try:
             yield
@@ -68,13 +68,13 @@ class Progress:
             self.note(before)
 
     def note_end(self, is_over: Callable[[], bool]) -> None:
-        """Have DONE noted when the script has returned well and `is_over()`: a crash after that loses no work."""
+        """Note DONE when the script has returned without an error and `is_over()`: a crash after that loses no work."""
         if self.memory is not None and not self._ends:
             self._ends = True
             at_clean_exit(lambda: self.note(Phase.DONE) if is_over() else None)
 
     def replace_own(self) -> None:
-        """Be what `own_progress` returns from now on."""
+        """Make this the object that `own_progress` returns."""
         Progress._own = self
 
     def _forget(self) -> None:
@@ -82,7 +82,7 @@ class Progress:
 
 
 def own_progress() -> Progress:
-    """The progress of this process, for whatever part of the library has something to note."""
+    """The progress of this process, for all parts of the library that write notes."""
     # Not by functools.cache, of which Dynamo warns where it traces a forward.
     if Progress._own is None:
         Progress._own = Progress(inherited_progress())

@@ -13,7 +13,7 @@ import torch
 
 
 def mixed(*numbers: int) -> int:
-    """One number of 63 bits made of several, so that (seed 0, epoch 1) has nothing to do with (seed 1, epoch 0)."""
+    """One number of 63 bits made of several, so that (seed 0, epoch 1) is unrelated to (seed 1, epoch 0)."""
     text = "/".join(str(operator.index(number)) for number in numbers)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
@@ -47,7 +47,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Continue where `rng_state` was taken. Generators that are not there on this machine are left out."""
+    """Continue where `rng_state` was taken. Generators that this machine lacks are skipped."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
@@ -59,18 +59,19 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 class Kept:
     """The generators as they are now, to be put back.
 
-    Several may be kept at a time, and end in any order, as two loops that zip() runs side by side do. What is put back
-    at the end is what the first of them has found.
+    Several may be kept at a time and may end in any order, as with two loops that zip() runs side by side. What is put
+    back at the end is what the first of them found.
 
-    A loop that was left may be heard of late: whoever keeps its error keeps it too. If someone else has seeded torch's
-    generator by then, nothing is put back, so that this does not depend on when Python collects what.
+    The end of an abandoned loop may be noticed late, because an error that is kept keeps the loop alive. If other code
+    has seeded torch's generator by then, nothing is put back, so that the result does not depend on when Python
+    collects garbage.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._found = [(rng_state(device), device)]
         self._ends = sys.is_finalizing  # when Python ends, modules may be gone, and so may the generators
         self._device = device or torch.device("cpu")
-        self._seeds = False  # whether it has seeded them itself
+        self._seeds = False  # whether this object has seeded them
         self._open: list[Kept] = _here.__dict__.setdefault("open", [])  # of this thread, oldest first
         self._open[:] = [kept for kept in self._open if not kept._overtaken()]
         self._open.append(self)
@@ -84,7 +85,7 @@ class Kept:
         return self._seeds and torch.default_generator.initial_seed() != _here.__dict__.get("seeded")
 
     def put_back(self, *, late: bool = False) -> None:
-        """Once; more often does nothing. `late`: perhaps long after what they were kept for was left."""
+        """Put the generators back, once; further calls do nothing. `late`: the loop may have been left long ago."""
         if self not in self._open or self._ends():
             return
         if late and self._overtaken():
@@ -104,7 +105,7 @@ _here = threading.local()
 
 @contextmanager
 def put_back(device: torch.device | None = None) -> Iterator[None]:
-    """Afterwards the generators are as they were."""
+    """Restore the generators at the end of the block."""
     kept = Kept(device)
     try:
         yield

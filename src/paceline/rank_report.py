@@ -1,9 +1,9 @@
-"""What a rank reports to its launcher: JSON lines in a pipe that the launcher reads. Without a launcher, nothing.
+"""Reports of a rank to its launcher: JSON lines in a pipe. Without a launcher nothing is sent.
 
     report("step", step=12, loss=3.1)
 
-The variable PACELINE_REPORT_FD names the descriptor together with its inode, so that a program which inherits the
-variable and not the pipe never writes into whatever else has the same number there.
+The variable PACELINE_REPORT_FD names the descriptor together with its inode. A program that inherits the variable but
+not the pipe therefore never writes into another file with the same descriptor number.
 """
 
 import atexit
@@ -21,7 +21,7 @@ REPORT_NAME = "PACELINE_REPORT_FD"
 PROGRESS_NAME = "PACELINE_PROGRESS_FD"
 MEMBER_NAME = "PACELINE_MEMBER"  # the number of this process in an elastic job
 MEMBERSHIP_NAME = "PACELINE_MEMBERSHIP_FD"  # a pipe in which the launcher tells a member about its generation
-STORE_HOST_NAME = "PACELINE_STORE_HOST"  # the address at which a member of other machines is to hold a store
+STORE_HOST_NAME = "PACELINE_STORE_HOST"  # the address at which a member on another machine must run its store
 PROGRESS_SLOT = 64  # bytes for each rank: a cache line, so that ranks do not slow each other down
 RECORD_NAME = "PACELINE_DETERMINISM"  # a file for what a replica computes, and how many steps of it
 RECORD_STEPS_NAME = "PACELINE_DETERMINISM_STEPS"
@@ -34,7 +34,7 @@ SLICE_S = 0.1  # of a wait, so that Python handles signals
 
 
 def report(kind: str, **fields: object) -> None:
-    """Report something to the launcher. Never raises, and waits only a moment for a launcher that does not read.
+    """Report something to the launcher. Never raises, and waits only briefly for a launcher that does not read.
 
     What JSON cannot express is sent as its text. Lines of up to 4 KiB stay whole even when several threads report.
     """
@@ -45,9 +45,10 @@ def report(kind: str, **fields: object) -> None:
 
 
 def deliver(line: bytes) -> bool:
-    """Hand the launcher a line that must not be dropped, of at most 4 KiB. Returns False when nobody reads."""
+    """Hand the launcher a line of at most 4 KiB that must not be dropped. Returns False if the launcher does not
+    read."""
     descriptor = inherited_descriptor(os.environ.get(REPORT_NAME, ""))
-    # What was cut short before it ends here, so that it does not spoil this line.
+    # End a line that was cut short before, so that it does not corrupt this one.
     return descriptor is not None and _write(descriptor, b"\n" + line, DELIVERY_S)
 
 
@@ -58,25 +59,25 @@ def inherited_descriptor(named: str) -> int | None:
         return None
     try:
         return int(number) if os.fstat(int(number)).st_ino == int(inode) else None
-    except OSError:  # not open here: a program further down inherited the variable alone
+    except OSError:  # not open here: a descendant inherited only the variable
         return None
 
 
 def _write(descriptor: int, data: bytes, patience_s: float = PATIENCE_S) -> bool:
-    """Whether all of it was written in time."""
+    """Returns True if all of it was written in time."""
     deadline = time.monotonic() + patience_s
     room = select.poll()
     room.register(descriptor, select.POLLOUT)
     while data:
         try:
-            # The pipe blocks or not as the launcher made it; asking first keeps a full one from holding the rank.
+            # The launcher decides whether the pipe blocks; polling first keeps a full pipe from blocking the rank.
             left = deadline - time.monotonic()
             if not room.poll(max(0.0, min(left, SLICE_S)) * 1e3):
                 if left <= 0:
                     return False
                 continue
             data = data[os.write(descriptor, data[:4096]) :]
-        except BlockingIOError:  # another thread filled it between the question and the write
+        except BlockingIOError:  # another thread filled it between the poll and the write
             continue
         except OSError:  # the launcher is gone
             return False
@@ -97,7 +98,7 @@ def inherited_progress() -> memoryview | None:
 def at_clean_exit(act: Callable[[], None]) -> None:
     """Call `act` when the script has returned without an exception and its threads have ended.
 
-    Exit handlers run last in, first out, and the one that is added when the main thread has ended is before all others.
+    Exit handlers run last in, first out, so one that is added when the main thread has ended runs before all others.
     """
 
     def end() -> None:

@@ -1,6 +1,6 @@
-"""Runs a script as `python script.py` does, in a process that tells its launcher that Python runs.
+"""Runs a script as `python script.py` does, in a process whose heartbeat tells its launcher that Python runs.
 
-So a launcher sees something of every script, also of those that never use this library:
+So a launcher can watch every script, even one that never uses this library:
 `python -m paceline.rank_script train.py --lr 1`.
 """
 
@@ -18,7 +18,7 @@ from paceline.rank_report import inherited_progress
 
 
 def main() -> None:
-    """The words after this module's name are a script, or -m and a module, and what is meant for it."""
+    """The arguments are a script, or -m and a module, followed by the script's own arguments."""
     begin_heartbeat(inherited_progress())
     if sys.argv[1] == "-m":
         name, sys.argv = sys.argv[2], sys.argv[2:]
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def new_main(path: str) -> ModuleType:
-    """The module `__main__` of a script. Without a spec: then processes that it spawns find the script by its path."""
+    """The module `__main__` of a script. It has no spec, so processes that it spawns find the script by its path."""
     module = ModuleType("__main__")
     module.__file__, module.__loader__ = path, SourceFileLoader("__main__", path)
     module.__dict__.update(__builtins__=builtins, __cached__=None)
@@ -44,7 +44,7 @@ def new_main(path: str) -> ModuleType:
 
 
 def run(path: str, module: ModuleType) -> None:
-    """Run the script. An error of it is shown without the frames that have brought it here."""
+    """Run the script. Its errors are shown without the frames of this module."""
     try:
         with open_code(path) as stream:
             code = compile(stream.read(), path, "exec")
@@ -55,7 +55,7 @@ def run(path: str, module: ModuleType) -> None:
 
 
 def show_as_python_does(error: Exception) -> NoReturn:
-    """What Python does about an error that nobody has caught."""
+    """Report an uncaught error as Python does."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     sys.excepthook(type(error), error, error.__traceback__)
     sys.exit(1)

@@ -1,8 +1,8 @@
 """The TCP connections of this process, and how those to other ranks are severed.
 
 A collective of gloo blocks in C++ until the peer has sent its part; it ignores signals, and torch has no call that ends
-it. It does notice that its connection has ended. So what a rank cannot wait for any more it ends by shutting down the
-sockets between ranks: the collective raises at once. The sockets stay open, though shut down, until gloo closes them,
+it. It does notice a closed connection. So a rank that must not wait any longer shuts down the sockets between ranks,
+and the collective raises at once. The sockets stay open, though shut down, until gloo closes them,
 so that their numbers are not reused. Nothing in torch is replaced, and it works for all that uses TCP between ranks:
 gloo in the default group, in `new_group`, and in the C++ reducer of torch's DistributedDataParallel.
 """
@@ -33,18 +33,18 @@ def ports_of(pids: Iterable[int]) -> set[int]:
 
 def sever_connections(peer_ports: Collection[int], peer_addresses: Collection[str] = ()) -> int:
     """Shut down connections to processes on this machine whose port is one of `peer_ports`, and all to the machines at
-    `peer_addresses`, whose processes cannot be asked for their ports. Returns how many."""
+    `peer_addresses`, whose processes' ports are not known. Returns how many."""
     found = 0
     for connection in _tcp_sockets() if peer_ports or peer_addresses else ():
         try:
             here, there = connection.getsockname(), connection.getpeername()
-        except OSError:  # it listens, or has ended
+        except OSError:  # it listens, or is closed
             continue
         if (there[0] == here[0] and there[1] in peer_ports) or there[0].removeprefix("::ffff:") in peer_addresses:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
                 found += 1
-            except OSError:  # it has ended meanwhile
+            except OSError:  # closed meanwhile
                 continue
     return found
 

@@ -1,7 +1,7 @@
 """JSON from a file or from another process as values of known types. Anything else raises Malformed, and nothing else.
 
-Whoever can write to a file, a pipe or a socket decides what comes out of `json.loads`: a list where a table belongs,
-text where a number does, a tree that is deeper than the stack. So nothing of it is used before it is looked at here.
+Anyone who can write to a file, a pipe or a socket decides what `json.loads` returns: a list where a table is expected,
+text instead of a number, a tree that is deeper than the stack. So every value is checked here before it is used.
 """
 
 import json
@@ -18,14 +18,14 @@ T = TypeVar("T")
 Text = str | bytes | bytearray
 
 LOWEST, HIGHEST = -(1 << 63), (1 << 64) - 1  # what 64 bits hold, with or without a sign
-SHOWN = 80  # characters of what came
-# What reading something that is not as expected raises, in Python and in torch.
+SHOWN = 80  # characters of a received value in an error
+# The errors that Python and torch raise when they read malformed data.
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
 @contextmanager
 def read_as(what: str) -> Iterator[None]:
-    """Inside, something is read that may be anything; `what` names it in the error."""
+    """Turn errors of reading untrusted data into Malformed; `what` names the data in the error."""
     try:
         yield
     except UNREADABLE as error:
@@ -33,7 +33,7 @@ def read_as(what: str) -> Iterator[None]:
 
 
 def parse_json(text: Text, what: str) -> Any:
-    """What the text says, of any type; `what` names it in the error."""
+    """The parsed text, of any type; `what` names it in the error."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -41,7 +41,7 @@ def parse_json(text: Text, what: str) -> Any:
 
 
 def read_json(kind: "type[T]", text: Text, what: str) -> T:
-    """What the text says, which must be of this type: `typed` says which there are."""
+    """The parsed text as a value of this type: see `typed` for the types."""
     return typed(kind, parse_json(text, what), what)
 
 
@@ -60,18 +60,18 @@ def typed(kind: "type[T]", value: Any, what: str) -> T:
 
 
 def shown(value: object) -> str:
-    """The beginning of what came, for an error."""
+    """The beginning of a received value, for an error."""
     text = value if isinstance(value, str) else repr(value[:SHOWN] if isinstance(value, bytes | bytearray) else value)
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
 class _Other(Exception):
-    """The value is of another type; the message says where, and which was expected."""
+    """The value is of another type; the message says where, and which type was expected."""
 
 
 @cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """What makes a value of this kind, or raises `_Other`."""
+    """A function that makes a value of this kind, or raises `_Other`."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
@@ -164,7 +164,7 @@ def _record(kind: Any) -> Callable[[Any], Any]:
                 raise _Other(f"{name}: {error}") from None
         try:
             return kind(**found)
-        except ValueError as error:  # of the right type, and still no such thing
+        except ValueError as error:  # of the right type, but not a valid value
             raise _Other(str(error)) from error
 
     return read

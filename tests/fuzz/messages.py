@@ -151,7 +151,7 @@ FLAGS = (
 def launcher_frames() -> Iterator[Parser]:
     """What the launcher and a rank say to each other, and what a rank writes."""
     yield Parser("a member: what its launcher says", from_launcher, LINES, share=4)
-    yield Parser("the launcher: what ranks report", _Launcher().heard, (*LINES, *REPORTS), share=4)
+    yield Parser("the launcher: what ranks report", _Launcher().on_report, (*LINES, *REPORTS), share=4)
     yield Parser("the launcher: events of the reaper", _event, _EVENTS, (Malformed,))
     yield Parser(
         "the launcher: what ranks write", _output, (TRACEBACK, b"step 1\rstep 2\r\n[rank0]: x\n", b"a\nb\n"), share=2
@@ -171,7 +171,7 @@ class _Launcher:
         self._rehearsal = Rehearsal(parse_all("kill rank=1 step=20 times=3"))
         self._watch = RankWatch([0, 1], None, cast(Any, None), print)
 
-    def heard(self, frame: Frame) -> None:
+    def on_report(self, frame: Frame) -> None:
         assert isinstance(self._console.file, StringIO)
         self._console.file.seek(0)
         self._console.file.truncate()
@@ -179,8 +179,8 @@ class _Launcher:
         for part in (frame[: len(frame) // 2], frame[len(frame) // 2 :], b"\n"):
             for kind, fields in reader.feed(part):
                 from_member(kind, fields)
-                self._rehearsal.heard(kind, fields)
-                self._watch.heard(0, kind, fields)
+                self._rehearsal.on_report(kind, fields)
+                self._watch.on_report(0, kind, fields)
                 self._shown.reported(0, kind, fields)
                 self._shown._picture()
 

@@ -214,7 +214,7 @@ def test_breakpoint_asks(notebook: Notebook) -> None:
         found = notebook.run("breakpoint()")
     finally:
         notebook.client.allow_stdin = True
-    assert "asks for input, and nobody can answer" in found.all
+    assert "asks for input, which cannot be given here" in found.all
     notebook.good("pass")
 
 

@@ -209,7 +209,7 @@ Point = namedtuple("Point", "x y")
 def test_what_cannot_travel_is_named(value: Any, place: str, got: str) -> None:
     with pytest.raises(UsageError) as caught:
         pack(value, "x")
-    assert str(caught.value).startswith(f"{place} cannot travel between the notebook and the ranks: expected ")
+    assert str(caught.value).startswith(f"{place} cannot be sent between the notebook and the ranks: expected ")
     assert got in str(caught.value)
 
 

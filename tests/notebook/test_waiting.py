@@ -38,7 +38,7 @@ REDUCE = at(3, "dist.all_reduce(x)", "all_reduce")
             (
                 "rank 0 waits in all_reduce (line 3) for rank 4, which is idle, "
                 "and for ranks 1-2, which are at line 7: f(), "
-                "and for rank 3, which is busy outside of the cell's lines"
+                "and for rank 3, which is busy outside the cell's lines"
             ),
         ),
         ({0: REDUCE}, [], [1], "rank 0 waits in all_reduce (line 3) for rank 1, which does not answer"),

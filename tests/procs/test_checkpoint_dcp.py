@@ -133,6 +133,6 @@ def test_what_cannot_be_exported_or_imported(tmp_path: Path, saved: tuple[Path, 
     with Checkpointer(tmp_path / "alone", asynchronous=False) as checkpointer:
         model = net()
         checkpointer.save(1, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9))
-    with pytest.raises(UsageError, match="does not say which parameters"):
+    with pytest.raises(UsageError, match="does not record which parameters"):
         export_dcp(tmp_path / "alone" / "step-00000001", tmp_path / "none")
     shutil.rmtree(tmp_path / "alone")

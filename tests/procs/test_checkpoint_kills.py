@@ -428,7 +428,7 @@ def test_a_rank_killed_at_any_stage_of_its_part_leaves_no_snapshot(nursery: Nurs
         found = snapshots.survey(directory)[0][0]
         if problem:
             killed += 1
-            assert problem == "rank 1 could not write its part: it ended while it wrote"
+            assert problem == "rank 1 could not write its part: it ended while it was writing"
             assert found.step == OLD and names(directory) == ["step-00000005", "step-00000010"]
         else:
             assert found == written and set(found.manifest.files) == {"a", "state-00001.safetensors", "c"}

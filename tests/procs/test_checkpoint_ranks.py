@@ -135,7 +135,7 @@ def test_ranks_that_do_not_share_a_directory_have_copies_and_agree(procs: Pool, 
 
     for path in ("a/step-00000010/manifest.json", "b/step-00000010/manifest-00002.json"):
         (tmp_path / path).unlink()
-    told = [text.partition(" that is whole") for text in procs(3).run(load_newest, directories)]
+    told = [text.partition(" that is intact") for text in procs(3).run(load_newest, directories)]
     assert told[0][2] == told[1][2] == told[2][2]
     assert "no checkpoint" in told[0][0] and "manifest.json cannot be read" in told[0][2]
 

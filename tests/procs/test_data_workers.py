@@ -102,11 +102,11 @@ def test_a_loop_continues_at_the_same_place_after_a_worker_was_killed(tmp_path: 
     deaths.mkdir()
     (deaths / "once").touch()
     data = Deadly(40, 17, kill_self, deaths)
-    ours = with_workers(data, sample_log=tmp_path / "ledger", persistent_workers=persistent)
+    ours = with_workers(data, sample_log=tmp_path / "sample_log", persistent_workers=persistent)
     first = list(until_death(ours))
     assert flat([*first, *ours]) == order(0, 0, 40).tolist()
     assert flat(ours) == order(0, 1, 40).tolist()
-    reading = read_sample_log(tmp_path / "ledger")
+    reading = read_sample_log(tmp_path / "sample_log")
     assert reading.problems() == []
     assert reading.counts(0) == dict.fromkeys(range(40), 1)
 

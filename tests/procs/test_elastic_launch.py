@@ -97,7 +97,7 @@ def test_two_are_lost_one_after_the_other(run: Run) -> None:
 def test_one_that_leaves_without_finishing_is_lost(run: Run) -> None:
     done = run([[1, 20, "exit0"]], "--ranks", "1:2")
     assert done.code == 0, done.said
-    assert done.has(r"rank 1 exited with code 0, and had not come to Elastic.finish\(\) \(at step 20\)")
+    assert done.has(r"rank 1 exited with code 0 without having reached Elastic.finish\(\) \(at step 20\)")
 
 
 def test_a_rank_that_fails_after_the_last_step_is_no_loss_and_no_success(run: Run) -> None:

@@ -131,7 +131,7 @@ def test_a_replica_that_was_not_declared_is_refused_by_name(procs: Pool, tmp_pat
     job = run_elastic(procs, tmp_path, train, Plan(stranger=True, lanes=None), terms=TWO, processes=2)
     for outcome in job.outcomes:
         assert isinstance(outcome.error, UsageError)
-        assert "a replica is trained that paceline.Elastic does not know of (Linear)" in str(outcome.error)
+        assert "a replica that was not declared to paceline.Elastic is being trained (Linear)" in str(outcome.error)
         assert "declare it, as in Elastic(model=model, critic=critic, ...)" in str(outcome.error)
 
 

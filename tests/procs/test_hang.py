@@ -98,7 +98,7 @@ def test_a_plain_loop_that_hangs_is_ended_and_the_rank_at_fault_is_named(tmp_pat
         told,
         (
             ("rank 1 is busy but making no progress: no progress for", "s in forward (limit 2 s)"),
-            ("rank 0 hangs in native code that keeps the interpreter's lock (GIL): no", "s between steps (limit 4 s)"),
+            ("rank 0 hangs in native code that holds the interpreter's lock (GIL): no", "s between steps (limit 4 s)"),
             ("rank 1 froze: stopped for", "(process state T)"),
         ),
         strict=True,
@@ -185,4 +185,4 @@ def test_a_hang_of_a_script_without_our_class_is_found_where_a_limit_was_given(t
     line = next(number for number, text in enumerate(PLAIN.splitlines(), start=1) if "here" in text)
     assert told[0].startswith("rank 1 froze: no rank has done anything for "), told
     assert f"script.py:{line} in rest" in told[0] and "rank 0 in " in told[0], told
-    assert told[1].startswith("rank 0 hangs in native code that keeps the interpreter's lock (GIL): no rank"), told
+    assert told[1].startswith("rank 0 hangs in native code that holds the interpreter's lock (GIL): no rank"), told

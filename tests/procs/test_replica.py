@@ -134,7 +134,7 @@ def in_groups(rank: int, size: int, how: str) -> bytes:
     pair = rank // 2
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     if how == "group":
-        with pytest.raises(UsageError, match="not a member of the process_group"):
+        with pytest.raises(UsageError, match="not a member of the given process_group"):
             DDP(mlp(3, 4, 2), process_group=groups[1 - pair])
         model = DDP(mlp(3, 4, 2, seed=rank), process_group=groups[pair])
     else:

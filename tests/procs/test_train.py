@@ -114,7 +114,7 @@ def quiet(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
 def test_a_run_leaves_all_its_files_and_says_where(quiet: Training) -> None:
     names = {file.name for file in quiet.folder.iterdir()}
     assert names >= {"config.toml", "metrics.jsonl", "result.json", "loss.png", "report.html", "checkpoints"}
-    assert names >= {"rank_0.log", "rank_1.log", "weights.safetensors", "ledger"}
+    assert names >= {"rank_0.log", "rank_1.log", "weights.safetensors", "sample_log"}
     result = quiet.result()
     assert (result["steps"], result["ended"], result["ranks"], result["lanes"]) == (16, "finished", 2, 8)
     assert len(result["digest"]) == 64

@@ -540,7 +540,7 @@ def test_all_micros_of_a_step_are_kept_and_what_changed_since_is_named(tmp_path:
     (file,) = tmp_path.iterdir()
     capsule = read_capsule(file)
     assert [tuple(one["args"][0].shape) for one in capsule.batch] == [(3, 4), (3, 4)]
-    assert capsule.omitted == ("batch.0.args.0: changed since the step was given it",)
+    assert capsule.omitted == ("batch.0.args.0: changed since the step began",)
     assert torch.equal(capsule.batch[1]["args"][0], draw(0, 3, 4))
 
 

@@ -194,7 +194,7 @@ def test_a_rank_that_computes_wrong_is_named(size: int, bad: int) -> None:
         assert f"lane {error.lane} of step {error.step}" in text
         assert "element [0, 4]" in text
         assert "bit 21 differs" in text
-        assert "Its parameters are those of the other ranks" in text
+        assert "Its parameters equal those of the other ranks" in text
 
 
 @pytest.mark.parametrize(("bad", "backward", "step"), [(0, 3, 1), (1, 2, 0)])
@@ -234,7 +234,7 @@ def test_wrong_parameters_are_told_from_wrong_computation() -> None:
         assert caught.value.ranks == (2,)
         return str(caught.value)
 
-    assert "Its parameters are not those of the other ranks" in run(body, 3)[0]
+    assert "Its parameters differ from those of the other ranks" in run(body, 3)[0]
 
 
 def test_a_warning_instead_of_an_error(caplog: pytest.LogCaptureFixture) -> None:

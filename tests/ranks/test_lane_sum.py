@@ -74,7 +74,7 @@ def test_blocks_of_other_lanes_are_refused() -> None:
     transport = LocalTransport()
     flat = torch.zeros(3)
     for blocks in ([], [((0, 2), flat)], [((0, 4), torch.zeros(3))]):
-        with pytest.raises(UsageError, match=r"rank 0 of 1 was expected to bring the blocks \[\(0, 4\)\]"):
+        with pytest.raises(UsageError, match=r"rank 0 of 1 was expected to contribute blocks \[\(0, 4\)\]"):
             LaneSum(4, transport, CPU)(GradBucket(0, flat, [flat], [flat], last=True, blocks=blocks), transport)
     with pytest.raises(UsageError, match="lanes must be at least 1, got 0"):
         LaneSum(0)

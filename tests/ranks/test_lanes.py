@@ -462,7 +462,9 @@ def test_a_micro_of_another_shape() -> None:
         for x in model.lanes([draw(0, 4, 5), draw(0, 3, 5)], 0):
             plain(model, x, 0, 0)
 
-    refused(r"as they were dealt \(rank 0: lane 0 \[4, 5\], lane 1 \[3, 5\]; rank 1: lane 2 \[4, 5\], lane 3", attempt)
+    refused(
+        r"have different shapes \(rank 0: lane 0 \[4, 5\], lane 1 \[3, 5\]; rank 1: lane 2 \[4, 5\], lane 3", attempt
+    )
 
 
 def test_micros_of_different_shapes_on_different_ranks() -> None:
@@ -771,7 +773,7 @@ def test_what_is_hardly_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     run(body, 2)
     same, gone = caplog.messages
     assert same.startswith("step 7 was run before, so its random numbers")
-    assert gone.startswith("the gradients of step 7 were gone when its loop over lanes ended")
+    assert gone.startswith("the gradients of step 7 were dropped before its loop over lanes ended")
 
 
 def test_steps_that_may_repeat_and_gradients_that_were_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -796,17 +798,17 @@ def test_steps_that_may_repeat_and_gradients_that_were_used(caplog: pytest.LogCa
 
 def test_votes_are_heard_by_all_in_the_same_step() -> None:
     def body(transport: Transport) -> list[dict[str, list[int]]]:
-        model, heard = DDP(mlp(5, 3), transport=transport), []
+        model, gathered = DDP(mlp(5, 3), transport=transport), []
         for step in range(3):
             model.vote(stop=step == transport.rank, save=step == 1, exhausted=transport.rank == 2)
             plain(model, microbatch(step, transport.rank), step, 0)
-            heard.append(model.votes)
-        return heard
+            gathered.append(model.votes)
+        return gathered
 
-    for heard in run(body, 3):
-        assert [votes["stop"] for votes in heard] == [[0], [1], [2]]
-        assert [votes["save"] for votes in heard] == [[], [0, 1, 2], []]
-        assert [votes["exhausted"] for votes in heard] == [[2]] * 3
+    for gathered in run(body, 3):
+        assert [votes["stop"] for votes in gathered] == [[0], [1], [2]]
+        assert [votes["save"] for votes in gathered] == [[], [0, 1, 2], []]
+        assert [votes["exhausted"] for votes in gathered] == [[2]] * 3
 
 
 def test_a_rank_that_skips_counts_for_nothing() -> None:

@@ -81,7 +81,7 @@ def test_a_damaged_one_is_refused(tmp_path: Path) -> None:
         changed = bytearray(whole)
         changed[place] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
-        with pytest.raises(CapsuleDamaged, match="is not a whole failure capsule"):
+        with pytest.raises(CapsuleDamaged, match="is not an intact failure capsule"):
             read_capsule(path)
     for cut in (whole[:-1], whole + b"\0", whole[:header], whole[:5], b""):
         path.write_bytes(cut)

@@ -13,7 +13,7 @@ from paceline.reducer.single_gradient import contribute_nothing_new
 from paceline.reducer.sparse_bucket import SparseBucket
 from paceline.reducer.unreduced import accumulate, lend
 
-FILLING, FULL, FLYING, LANDED = BucketState
+FILLING, FULL, LAUNCHED, REDUCED = BucketState
 
 
 def meta_of(param: torch.Tensor, name: str = "p", *, sparse: bool = False) -> ParamMeta:
@@ -48,7 +48,7 @@ def param(*shape: int) -> nn.Parameter:
 def test_only_the_next_state_may_be_entered(start: BucketState, end: BucketState) -> None:
     bucket = bucket_of(param(2))
     bucket.state = start
-    if (start, end) in {(FILLING, FULL), (FULL, FLYING), (FLYING, LANDED), (LANDED, FILLING)}:
+    if (start, end) in {(FILLING, FULL), (FULL, LAUNCHED), (LAUNCHED, REDUCED), (REDUCED, FILLING)}:
         bucket.move(end)
         assert bucket.state is end
     else:

@@ -330,8 +330,8 @@ def test_arguments_that_cannot_work(tmp_path: Path, arguments: dict[str, Any], w
 
 
 def test_a_signal_is_heard_twice_and_earlier_handlers_too() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
     try:
         with Preemption(within=0) as preemption:
             assert not preemption.asked and not preemption.agreed()
@@ -340,9 +340,9 @@ def test_a_signal_is_heard_twice_and_earlier_handlers_too() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGUSR1)
             assert preemption.signals == [signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1]
-            assert heard == [signal.SIGUSR1]
+            assert received == [signal.SIGUSR1]
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert heard == [signal.SIGUSR1] * 2 and len(preemption.signals) == 3
+        assert received == [signal.SIGUSR1] * 2 and len(preemption.signals) == 3
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -54,7 +54,7 @@ class Job:
         self.coordinator = Coordinator(self.terms)
         self.now = 100.0
         self.slots: dict[int, int] = {}  # of living members
-        self.heard: dict[int, list[object]] = {}
+        self.received: dict[int, list[object]] = {}
         self.done: list[Action] = []
         self.take(self.coordinator.start(self.now))
 
@@ -62,12 +62,12 @@ class Job:
         for action in actions:
             if isinstance(action, Spawn):
                 assert action.slot not in self.slots.values(), "two processes in one slot"
-                assert action.member not in self.heard, "the number of a member is given twice"
+                assert action.member not in self.received, "the number of a member is given twice"
                 self.slots[action.member] = action.slot
-                self.heard[action.member] = []
+                self.received[action.member] = []
             elif isinstance(action, Tell):
                 assert action.member in self.slots, "the dead are told nothing"
-                self.heard[action.member].append(action.message)
+                self.received[action.member].append(action.message)
         self.done += actions
         return actions
 
@@ -100,7 +100,7 @@ class Job:
         first, *_ = self.generation.members
         self.say(first, MemberStore(self.number, 4711))
         for member in self.generation.members:
-            assert self.heard[member][-2:] == [self.generation, StoreAt(self.number, "127.0.0.1", 4711)]
+            assert self.received[member][-2:] == [self.generation, StoreAt(self.number, "127.0.0.1", 4711)]
             self.say(member, MemberFormed(self.number))
 
     def found(self, *members: int) -> "Job":
@@ -193,9 +193,9 @@ def test_a_world_of_pairs_shrinks_and_grows_by_pairs() -> None:
     job.ready(1, 2, 3, step=7, whole=True)
     job.form()
     assert job.generation == Generation(1, (2, 1), (2, 1), 7, fresh=False)
-    assert not any(isinstance(message, Regroup) for message in job.heard[1])  # one waits, and that is none too many
+    assert not any(isinstance(message, Regroup) for message in job.received[1])  # one waits, and that is none too many
     job.ready(4)
-    assert job.heard[1][-1] == Regroup(1)
+    assert job.received[1][-1] == Regroup(1)
     job.ready(2, 1, step=9, whole=True)
     assert job.generation == Generation(2, (2, 1, 3, 4), (2, 1), 9, fresh=False)  # who has waited is behind
 
@@ -231,7 +231,7 @@ def test_a_job_is_founded_without_those_who_do_not_come() -> None:
     assert job.generation.members == (1, 2)
     job.form()
     job.ready(0, was=NEVER)
-    assert job.heard[1][-1] == Regroup(0)
+    assert job.received[1][-1] == Regroup(0)
 
 
 def test_spares_are_started_when_the_first_generation_works() -> None:
@@ -240,7 +240,7 @@ def test_spares_are_started_when_the_first_generation_works() -> None:
     job.found()
     assert job.slots == {0: 0, 1: 1, 2: 2, 3: 3}
     job.ready(2, 3, was=NEVER)
-    assert not any(isinstance(message, Regroup) for message in job.heard[0])  # there is no room for them
+    assert not any(isinstance(message, Regroup) for message in job.received[0])  # there is no room for them
 
 
 def test_the_end() -> None:
@@ -262,7 +262,7 @@ def test_survivors_form_the_next_generation_at_once_and_the_lost_one_is_replaced
     job.exit(victim)
     survivors = tuple(member for member in (0, 1, 2) if member != victim)
     for member in survivors:
-        assert job.heard[member][-1] == MemberLeft(0, victim, "was killed by SIGKILL")
+        assert job.received[member][-1] == MemberLeft(0, victim, "was killed by SIGKILL")
     assert job.coordinator.losses == [Loss(victim, victim, victim, 7, "was killed by SIGKILL")]
     assert job.slots[3] == victim
     job.ready(survivors[0], step=7, whole=True)
@@ -273,9 +273,9 @@ def test_survivors_form_the_next_generation_at_once_and_the_lost_one_is_replaced
     job.form()
     assert job.coordinator.outages_s == [0.5]
     job.ready(3, was=NEVER)
-    assert all(job.heard[member][-1] == Regroup(1) for member in survivors)
+    assert all(job.received[member][-1] == Regroup(1) for member in survivors)
     job.ready(survivors[1], step=9, whole=True)
-    assert job.heard[survivors[0]][-1] == Regroup(1)  # nobody is told of one who leaves because it was asked to
+    assert job.received[survivors[0]][-1] == Regroup(1)  # nobody is told of one who leaves because it was asked to
     job.ready(survivors[0], step=9, whole=True)
     assert job.generation == Generation(2, (*survivors, 3), (survivors[0],), 9, fresh=False)
     job.form()
@@ -296,10 +296,10 @@ def test_a_loss_while_a_generation_is_formed_is_followed_by_the_next_one() -> No
     job.exit(0)
     job.ready(1, 2, step=7, whole=True)
     job.say(1, MemberStore(1, 99, "192.0.2.7"))  # on another machine
-    assert job.heard[2][-1] == StoreAt(1, "192.0.2.7", 99)
+    assert job.received[2][-1] == StoreAt(1, "192.0.2.7", 99)
     job.say(1, MemberFormed(1))
     job.exit(2)
-    assert job.heard[1][-1] == MemberLeft(1, 2, "was killed by SIGKILL")
+    assert job.received[1][-1] == MemberLeft(1, 2, "was killed by SIGKILL")
     job.ready(1, step=7, whole=True)
     assert job.generation == Generation(2, (1,), (1,), 7, fresh=False)
     job.form()
@@ -309,7 +309,7 @@ def test_a_loss_while_a_generation_is_formed_is_followed_by_the_next_one() -> No
 def test_a_member_that_leaves_by_itself_ends_the_generation_for_all() -> None:
     job = Job().found()
     job.ready(1, step=7, whole=True)
-    assert job.heard[0][-1] == MemberLeft(0, 1, "has left it")
+    assert job.received[0][-1] == MemberLeft(0, 1, "has left it")
     job.ready(0, 2, step=7, whole=True)
     assert job.generation.members == (0, 1, 2)
     assert job.coordinator.losses == []
@@ -323,7 +323,7 @@ def test_a_loss_while_members_regroup_is_told_to_those_who_have_not_left() -> No
     job.ready(4, was=NEVER)
     job.ready(0, step=5, whole=True)
     job.exit(1)
-    assert job.heard[2][-2:] == [MemberLeft(1, 0, "has left it"), MemberLeft(1, 1, "was killed by SIGKILL")]
+    assert job.received[2][-2:] == [MemberLeft(1, 0, "has left it"), MemberLeft(1, 1, "was killed by SIGKILL")]
     job.ready(2, step=4, whole=True)
     assert job.generation == Generation(2, (0, 2, 4), (0,), 5, fresh=False)
 
@@ -347,7 +347,7 @@ def test_one_that_does_not_follow_when_others_regroup_is_told() -> None:
     job.ready(3, was=NEVER)
     job.ready(0, step=2, whole=True)
     job.tick(REGROUP_S + 1)
-    assert job.heard[1][-1] == MemberLeft(1, 0, "has left it")
+    assert job.received[1][-1] == MemberLeft(1, 0, "has left it")
 
 
 def test_when_all_are_lost_the_checkpoint_has_to_do() -> None:
@@ -482,13 +482,13 @@ def test_a_generation_that_is_never_formed() -> None:
     job.ready(0, 1, 2)
     job.say(0, MemberFormed(0))
     job.tick(61)
-    assert job.of(GiveUp) == [GiveUp("generation 0 was not formed within 60 s: waited for ranks 1-2")]
+    assert job.of(GiveUp) == [GiveUp("generation 0 was not formed within 60 s; missing: ranks 1-2")]
 
 
 def test_one_that_has_failed_and_does_not_end_is_ended() -> None:
     job = Job(minimum=1, patience_s=5.0).found()
     job.say(1, MemberFailed(0, 7, "ValueError: no"))
-    assert job.heard[0][-1] == MemberLeft(0, 1, "raised ValueError: no")
+    assert job.received[0][-1] == MemberLeft(0, 1, "raised ValueError: no")
     assert EndMember(1) in job.tick(6)
     assert EndMember(1) not in job.tick(6)
 
@@ -546,18 +546,18 @@ Move = Callable[[Job, int], None]
 
 def _ready(job: Job, member: int) -> None:
     """As a member does: only when its generation is over, or it was asked to regroup, or it is in none."""
-    heard = job.heard[member]
-    mine = [message for message in heard if isinstance(message, Generation)]
+    received = job.received[member]
+    mine = [message for message in received if isinstance(message, Generation)]
     last = mine[-1] if mine else None
     done = last is None or any(
-        isinstance(message, MemberLeft | Regroup) and message.generation == last.number for message in heard
+        isinstance(message, MemberLeft | Regroup) and message.generation == last.number for message in received
     )
     if done or member % 5 == 0:  # some leave for reasons of their own
-        job.say(member, MemberReady(NEVER if last is None else last.number, len(heard) // 3, last is not None))
+        job.say(member, MemberReady(NEVER if last is None else last.number, len(received) // 3, last is not None))
 
 
 def _formed(job: Job, member: int) -> None:
-    mine = [message for message in job.heard[member] if isinstance(message, Generation)]
+    mine = [message for message in job.received[member] if isinstance(message, Generation)]
     if mine:
         job.say(member, MemberStore(mine[-1].number, 1))
         job.say(member, MemberFormed(mine[-1].number))
@@ -635,8 +635,8 @@ def check_that_it_ends(job: Job) -> None:
         if job.coordinator.stage in (Stage.WORKING, Stage.OVER):
             break
         for member in sorted(job.slots):
-            heard = job.heard[member]
-            mine = [message for message in heard if isinstance(message, Generation)]
+            received = job.received[member]
+            mine = [message for message in received if isinstance(message, Generation)]
             _formed(job, member)
             over = not mine or mine[-1] is not job.coordinator.generation or job.coordinator.stage is Stage.GATHERING
             if over and job.coordinator.stage in (Stage.FOUNDING, Stage.GATHERING) and member in job.slots:
@@ -645,7 +645,7 @@ def check_that_it_ends(job: Job) -> None:
     assert job.coordinator.stage in (Stage.WORKING, Stage.OVER)
     if job.coordinator._stopping and not job.of(GiveUp):
         for member, living in job.coordinator._living.items():
-            told = any(isinstance(message, Refused) for message in job.heard[member])
+            told = any(isinstance(message, Refused) for message in job.received[member])
             assert living.ready is None or told, "nobody waits for a generation that never comes"
     else:
         assert (job.coordinator.stage is Stage.OVER) == bool(job.of(GiveUp))

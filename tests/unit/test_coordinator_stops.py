@@ -84,7 +84,7 @@ def test_one_that_comes_later_is_refused_and_nobody_regroups_for_it() -> None:
     job.form()
     stop(job)
     assert job.say(3, MemberReady(NEVER, 0, False)) == [Tell(3, Refused(STOPPING))]
-    assert not any(isinstance(message, Regroup) for message in job.heard[1])
+    assert not any(isinstance(message, Regroup) for message in job.received[1])
 
 
 def test_if_none_that_is_left_has_a_whole_state_they_are_told_at_once() -> None:
@@ -129,7 +129,7 @@ def test_shards_meet_in_a_world_that_they_can_work_in() -> None:
     stop(job)
     job.ready(1, 2, 3, step=7, whole=True)
     assert job.generation.members == (2, 1)
-    assert job.heard[3][-1] == Refused(STOPPING)
+    assert job.received[3][-1] == Refused(STOPPING)
 
 
 def test_one_that_has_failed_and_goes_on_is_refused() -> None:

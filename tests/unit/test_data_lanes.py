@@ -118,7 +118,7 @@ def test_augmentation_belongs_to_samples_and_micros_are_collated_one_by_one() ->
     ("arguments", "message"),
     [
         ({"world_size": 9}, "lanes=8 is smaller than the world of 9 ranks"),
-        ({"drop_last": False}, "lanes=8 and drop_last=False contradict each other: lanes count equally"),
+        ({"drop_last": False}, "lanes=8 and drop_last=False contradict each other: lanes have equal weight"),
         ({"lanes": 0}, "lanes must be a whole number of at least 1, got 0"),
         ({"batch_size": 6}, r"fewer than one global batch of 48 \(batch_size=6 for each of 8 lanes\)"),
     ],

@@ -108,7 +108,7 @@ def test_two_iterations_at_once_are_refused() -> None:
     first = iter(ours)
     next(first)
     next(iter(ours))
-    with pytest.raises(IllegalMove, match="another one was begun"):
+    with pytest.raises(IllegalMove, match="another one was started"):
         next(first)
 
 

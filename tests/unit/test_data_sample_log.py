@@ -84,9 +84,9 @@ def entry(start: int, stop: int, *ids: int, rank: int = 0, step: int = 1) -> Sam
 @pytest.mark.parametrize(
     ("entries", "problem"),
     [
-        ([entry(0, 2, 0, 1), entry(4, 6, 4, 5)], "nobody trained on places 2 to 3"),
-        ([entry(0, 4, 0, 1, 2, 3), entry(2, 6, 4, 5, 6, 7)], "places 2 to 3 of its order were dealt twice"),
-        ([entry(0, 4, 0, 1)], "places 0 to 3 hold 4 samples, ranks took 2"),
+        ([entry(0, 2, 0, 1), entry(4, 6, 4, 5)], "no rank trained on positions 2 to 3"),
+        ([entry(0, 4, 0, 1, 2, 3), entry(2, 6, 4, 5, 6, 7)], "positions 2 to 3 of its order were used twice"),
+        ([entry(0, 4, 0, 1)], "positions 0 to 3 hold 4 samples, ranks took 2"),
         ([entry(0, 4, 0, 1), entry(0, 4, 1, 2, rank=1)], "1 samples were trained on more than once, the first is 1"),
     ],
 )

@@ -91,10 +91,10 @@ def test_an_update_outside_of_a_commit_is_refused(script: Script) -> None:
     before = [param.tolist() for param in script.net.parameters()]
     with script.run.attempt():
         script.net(torch.randn(4, 4)).sum().backward()
-        with pytest.raises(IllegalMove, match="outside of `with run.commit"):
+        with pytest.raises(IllegalMove, match="outside `with run.commit"):
             script.optimizer.step()
     script.net.zero_grad()
-    with pytest.raises(IllegalMove, match="outside of `with run.commit"):
+    with pytest.raises(IllegalMove, match="outside `with run.commit"):
         script.optimizer.step()
     assert [param.tolist() for param in script.net.parameters()] == before
 
@@ -104,7 +104,7 @@ def test_an_optimizer_that_was_not_declared_is_named(script: Script) -> None:
     before = [param.tolist() for param in script.net.parameters()]
     with script.run.attempt():
         script.net(torch.randn(4, 4)).sum().backward()
-        with pytest.raises(UsageError, match="a SGD was about to step"):
+        with pytest.raises(UsageError, match="a SGD that was not declared to paceline.Elastic was about to step"):
             stranger.step()
     assert [param.tolist() for param in script.net.parameters()] == before
 

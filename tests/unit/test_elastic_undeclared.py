@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.in_use import uses
 
 DATA: Any = list(torch.randn(32, 4, generator=torch.Generator().manual_seed(1)))
-FIT = r"does not know of"
+FIT = r"was not declared to"
 
 
 class Run:
@@ -48,7 +48,7 @@ def test_a_loader(run: Run) -> None:
     loader: paceline.Loader[torch.Tensor] = paceline.Loader(DATA, 4)
     batches = loader.endless()
     next(batches)  # outside of an attempt it is nobody's business
-    match = rf"a Loader is used in an attempt that paceline.Elastic {FIT}.*loader=loader"
+    match = rf"a Loader that {FIT} paceline.Elastic is used in an attempt.*loader=loader"
     with pytest.raises(UsageError, match=match), run.run.attempt():
         next(batches)
     assert run.run.step == 0
@@ -58,7 +58,7 @@ def test_a_loader_that_was_begun_before(run: Run) -> None:
     loader: paceline.Loader[torch.Tensor] = paceline.Loader(DATA, 4)
     batches = iter(loader)
     next(batches)
-    with pytest.raises(UsageError, match="a Loader is used"), run.run.attempt():
+    with pytest.raises(UsageError, match="a Loader that was not declared"), run.run.attempt():
         next(batches)
 
 
@@ -66,18 +66,18 @@ def test_a_sampler(run: Run) -> None:
     sampler: paceline.DistributedSampler[int] = paceline.DistributedSampler(DATA, 1, 0)
     batches = iter(torch.utils.data.DataLoader(DATA, 4, sampler=sampler))
     next(batches)
-    with pytest.raises(UsageError, match=rf"a DistributedSampler is used.*{FIT}.*sampler=sampler"), run.run.attempt():
+    with pytest.raises(UsageError, match=rf"a DistributedSampler that {FIT} .*sampler=sampler"), run.run.attempt():
         next(batches)
-    with pytest.raises(UsageError, match="a DistributedSampler is used"), run.run.attempt():
+    with pytest.raises(UsageError, match="a DistributedSampler that was not declared"), run.run.attempt():
         sampler.commit(4)
 
 
 def test_a_checkpointer(run: Run, tmp_path: Path) -> None:
     with paceline.Checkpointer(tmp_path, asynchronous=False, every_steps=1) as checkpoints:
-        match = rf"a Checkpointer is used.*{FIT}.*checkpoints=checkpoints"
+        match = rf"a Checkpointer that {FIT} .*checkpoints=checkpoints"
         with pytest.raises(UsageError, match=match), run.run.attempt():
             checkpoints.save(1, model=run.net)
-        with pytest.raises(UsageError, match="a Checkpointer is used"), run.run.attempt():
+        with pytest.raises(UsageError, match="a Checkpointer that was not declared"), run.run.attempt():
             checkpoints.due(1)
         checkpoints.save(1, model=run.net)
 

@@ -85,12 +85,12 @@ def test_the_variable_and_the_flags_add_up() -> None:
 def test_what_has_happened_is_not_given_to_ranks_that_start_later() -> None:
     twice, once = faults.parse("kill rank=0 step=1 times=2"), faults.parse("raise rank=1 step=2")
     rehearsal = Rehearsal((twice, once))
-    rehearsal.heard("step", {"fault": str(once)})
+    rehearsal.on_report("step", {"fault": str(once)})
     assert rehearsal.left == (twice, once)
-    rehearsal.heard("fault", {"fault": str(twice)})
+    rehearsal.on_report("fault", {"fault": str(twice)})
     assert rehearsal.environment() == {FAULTS_NAME: "kill rank=0 step=1; raise rank=1 step=2"}
     for fault in rehearsal.left:
-        rehearsal.heard("fault", {"fault": str(fault)})
+        rehearsal.on_report("fault", {"fault": str(fault)})
     assert rehearsal.environment() == {FAULTS_NAME: ""}
     assert rehearsal.unmet() == ""
     assert Rehearsal(()).environment() == {}
@@ -102,7 +102,7 @@ def test_a_fault_happens_once_at_its_step_and_place(progress: None) -> None:
     faults.arm("raise rank=0 step=3 where=backward", "raise rank=1 step=0")
     own_progress().note(Phase.BACKWARD, 2)
     own_progress().note(Phase.FORWARD, 3)
-    with pytest.raises(faults.InjectedFault, match="raise rank=0 step=3 where=backward, which was asked for"):
+    with pytest.raises(faults.InjectedFault, match="this is the injected fault raise rank=0 step=3 where=backward"):
         own_progress().note(Phase.BACKWARD)
     own_progress().note(Phase.BACKWARD)
     assert [str(fault) for fault in faults.disarm()] == ["raise rank=1 step=0"]

@@ -159,9 +159,9 @@ def test_a_death_while_a_group_is_formed_is_felt_at_once(wire: Wire) -> None:
 
 
 def test_who_has_left_is_told_to_all_who_ask(wire: Wire) -> None:
-    heard: list[MemberLeft] = []
+    received: list[MemberLeft] = []
     known = threading.Event()
-    stop = wire.member.on_ended(heard.append)
+    stop = wire.member.on_ended(received.append)
     wire.member.on_ended(lambda _: known.set())
     assert wire.member.ended(0) == ()
     wire.tell(MemberLeft(0, 1, "was killed by SIGKILL"))
@@ -169,7 +169,7 @@ def test_who_has_left_is_told_to_all_who_ask(wire: Wire) -> None:
     stop()
     wire.tell(MemberLeft(1, 2, "left"), Regroup(1), Generation(1, (4,), (4,), 0, False))
     wire.member.await_generation(after=0)
-    assert heard == [MemberLeft(0, 1, "was killed by SIGKILL")]
+    assert received == [MemberLeft(0, 1, "was killed by SIGKILL")]
     assert [one.member for one in wire.member.ended(1)] == [2]
     assert wire.member.wants_regroup(1)
     assert not wire.member.wants_regroup(2)
@@ -191,7 +191,7 @@ def test_nothing_is_formed_after_the_end(wire: Wire) -> None:
 
 def test_a_launcher_that_has_gone_ends_the_wait(wire: Wire) -> None:
     wire.hang_up()
-    with pytest.raises(WorldNotFormed, match="the launcher has gone"):
+    with pytest.raises(WorldNotFormed, match="the launcher has ended"):
         wire.member.await_generation()
 
 

@@ -81,7 +81,7 @@ def test_a_signal_is_kept_until_a_generation_works() -> None:
     slots.job.tick(4.0)
     assert len(slots.passed_on) == 1
     assert isinstance(slots.listener, Notes)
-    assert slots.listener.texts == ["SIGUSR1 waits until ranks work that can take it"]
+    assert slots.listener.texts == ["SIGUSR1 is deferred until the ranks can handle it"]
 
 
 def test_one_that_waits_to_join_does_not_get_it() -> None:

@@ -29,7 +29,7 @@ def test_a_number_that_cannot_be_is_refused(shard: object, copies: object, text:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"shard=2 and copies=2 say the same thing in two ways"):
+    with pytest.raises(UsageError, match=r"shard=2 and copies=2 set the same thing"):
         placement_of("zero1", 2, 2)
     with pytest.raises(UsageError, match=r"copies=2 needs shards"):
         placement_of("ddp", None, 2)

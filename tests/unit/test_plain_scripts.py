@@ -57,7 +57,7 @@ def test_a_rank_in_which_no_python_runs_is_named_once_and_is_at_fault_where_othe
     for limit, rests in ((None, (IN_COLLECTIVE, ELSEWHERE)), (LIMIT_S, (ELSEWHERE, ELSEWHERE))):
         hang, said = watch(PlainScripts(limit), 60, silent=1, rests=rests)
         assert hang is None
-        assert said == ["rank 1 has run no Python for 16 s: native code keeps the interpreter's lock (GIL)"]
+        assert said == ["rank 1 has run no Python for 16 s: native code holds the interpreter's lock (GIL)"]
 
 
 def test_a_launcher_that_was_stopped_begins_anew() -> None:

@@ -149,7 +149,10 @@ def test_runs_that_call_other_modules_are_told(tmp_path: Path, monkeypatch: pyte
     place = next(number for number, line in enumerate(lines) if line["kind"] == "output")
     code, said = compare(lines, lines[:place] + lines[place + 1 :], "train.py")
     assert code == 1
-    assert "the first went on with the output of 0 (Linear), step 0, lane 0, the second with the output of 1" in said[0]
+    assert (
+        "the first run continued with the output of 0 (Linear), step 0, lane 0, the second with the output of 1"
+        in said[0]
+    )
     code, said = compare(lines, lines[:place], "train.py")
     assert code == 1
     assert "the second with nothing more" in said[0]

@@ -194,7 +194,7 @@ def test_what_was_raised_in_backward_may_not_be_known(replay: Replay) -> None:
     code, text = replay(capsule, model=f"{HERE}:Fragile")
     assert code == 0 and "reproduced: rank 0, lane 0 raises RuntimeError: fragile" in text
     code, text = replay(wholly(picky(), kind="crash", error="backward raised"), model=f"{HERE}:picky")
-    assert code == 1 and "nothing was raised; the capsule holds the microbatches as your loop was given them" in text
+    assert code == 1 and "nothing was raised; the capsule holds the microbatches as passed to your loop" in text
     batch = [microbatch(2), -microbatch(3)]
     code, text = replay(wholly(picky(), kind="crash", error="backward raised", batch=batch), model=f"{HERE}:picky")
     assert code == 1 and "raises something else: ArithmeticError" in text
@@ -281,7 +281,7 @@ def test_files_that_are_no_capsules(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "b").write_bytes(b"nothing")
     assert main(tmp_path / "b") == 2
     assert main(tmp_path / "c") == 2
-    assert "is not a whole failure capsule" in capsys.readouterr().err
+    assert "is not an intact failure capsule" in capsys.readouterr().err
 
 
 def test_what_a_replica_wrote_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
-"""Audits: one lane of a step is computed a second time by another rank, and its gradients are compared in bits.
+"""Audits: one lane of a step is computed a second time by another rank, and the gradients are compared bit by bit.
 
-Which lane, and by whom, follows from the step alone, so nobody has to be asked. What follows from the digests that were
-found is decided here too; nothing in this file communicates.
+Which lane, and by which rank, follows from the step alone, so no communication is needed. What follows from the digests
+is decided here too; nothing in this file communicates.
 """
 
 from collections.abc import Mapping
@@ -10,22 +10,23 @@ from dataclasses import dataclass
 from paceline.agree.drift import groups_of, ranks_text
 from paceline.blocks import lanes_of
 
-Digests = Mapping[int, int]  # of the lane's gradients, by the rank that has computed them
+Digests = Mapping[int, int]  # of the lane's gradients, by the rank that computed them
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """One audit: whose lane is computed again, and by whom."""
+    """One audit: which lane is computed again, and by which rank."""
 
     step: int
     lane: int
-    owner: int  # who runs the lane in this step
+    owner: int  # the rank that runs the lane in this step
     auditor: int
     size: int
 
     @property
     def deciders(self) -> tuple[int, ...]:
-        """Who computes the lane once more if owner and auditor differ: a third rank, or of two ranks both."""
+        """The ranks that compute the lane once more if owner and auditor differ: a third rank or, in a world of two,
+        both."""
         third = next((rank for rank in self._after_auditor() if rank != self.owner), None)
         return (self.owner, self.auditor) if third is None else (third,)
 
@@ -34,7 +35,7 @@ class Audit:
 
 
 def audit_of(step: int, every: int, lanes: int, size: int) -> Audit | None:
-    """The audit of step `step`, if there is one. Lanes take turns, and then those who audit do: within
+    """The audit of step `step`, if there is one. Lanes take turns, and then the auditors do: within
     lanes × (size - 1) audits every lane of every rank is computed by every other rank."""
     if not every or size < 2 or step % every:
         return None
@@ -45,9 +46,9 @@ def audit_of(step: int, every: int, lanes: int, size: int) -> Audit | None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who computes wrong, and how that is known."""
+    """Which rank computes wrong results, and how that is known."""
 
-    ranks: tuple[int, ...]  # those at fault, or all that differ where nothing tells
+    ranks: tuple[int, ...]  # those at fault, or all that differ if that is not known
     known: bool  # whether it is known that these ranks, and no others, are at fault
     how: str  # as a sentence
 
@@ -74,7 +75,7 @@ def decide(audit: Audit, first: Digests, again: Digests) -> Verdict:
 
 
 def _decide_of_two(both: tuple[int, int], first: Digests, again: Digests) -> Verdict:
-    """Two ranks have no third opinion, but one that contradicts itself gives itself away."""
+    """With two ranks there is no third opinion, but a rank that contradicts itself is at fault."""
     if len(again) < 2:
         return Verdict(both, False, "the lane could not be run once more, so it is not known which of them is wrong")
     fickle = tuple(sorted(rank for rank in both if again[rank] != first[rank]))

@@ -1,4 +1,4 @@
-"""The file format of failure capsules: all that is needed to run a step that went wrong again.
+"""The file format of failure capsules: all that is needed to rerun a step that failed.
 
 It is a safetensors file, so that other tools read its tensors too. What is not a tensor is a JSON tree in the metadata
 of the header, together with a SHA-256 of the whole file, in which the place of the hash itself counts as zeros. There
@@ -26,7 +26,7 @@ from paceline.typed_json import UNREADABLE, parse_json, shown
 FORMAT = "paceline capsule 1"
 Kind = Literal["divergence", "not-finite", "crash"]
 _KINDS = get_args(Kind)
-UNKNOWN_ERROR = "backward raised"  # as `error`, where what it raised was not seen
+UNKNOWN_ERROR = "backward raised"  # the `error` if the exception itself was not seen
 _NO_HASH = "0" * 64
 
 
@@ -36,24 +36,24 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Capsule:
-    """What was known when a step went wrong.
+    """What was known when a step failed.
 
-    `batch`, `rng` and `settings` are nested dicts, lists and tuples of tensors, arrays and plain values. What else they
-    hold is left out when the capsule is written, and named in `omitted`. Tensors come back on the CPU.
+    `batch`, `rng` and `settings` are nested dicts, lists and tuples of tensors, arrays and plain values. Anything else
+    is left out when the capsule is written, and listed in `omitted`. Tensors are loaded on the CPU.
     """
 
     kind: Kind
     step: int
     ranks: tuple[int, ...]  # those at fault, as far as they are known
     error: str
-    rank: int = 0  # whose batch, randomness and state this is
+    rank: int = 0  # the rank of this batch, randomness and state
     world_size: int = 1
     lanes: tuple[int, ...] = ()  # those of this rank
     seed: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what decides which kernels run
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the settings that choose kernels
     versions: Mapping[str, str] = field(default_factory=versions)
     rng: Mapping[str, Any] | None = None  # by generator: "torch", "cuda", "python", "numpy"
-    batch: Any = None  # a list: in lanes of their microbatches, else of the forwards: args, kwargs and rng
+    batch: Any = None  # a list with args, kwargs and rng of each microbatch (in lanes) or forward
     others: tuple[Mapping[str, Any], ...] = ()  # of other ranks: their rank, lanes, batch and rng
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     collectives: tuple[str, ...] = ()  # the last ones, oldest first
@@ -65,11 +65,11 @@ class Capsule:
 
 
 def write_capsule(path: str | Path, capsule: Capsule) -> Path:
-    """Write a capsule, on disk whole or not at all, and return its path. Raises OSError if that fails.
+    """Write a capsule atomically and return its path. Raises OSError if that fails.
 
-    A file of this name is replaced. It holds samples of the user's, so nobody else can read it.
+    A file of this name is replaced. The capsule holds the user's samples, so only the user can read it.
 
-    The folder is made if it is not there. Tensors of the host are not copied, so they
+    The folder is created if it does not exist. Tensors in host memory are not copied, so they
     must not change before this returns.
     """
     path = Path(path)
@@ -86,7 +86,7 @@ def read_capsule(path: str | Path) -> Capsule:
         size = os.fstat(file.fileno()).st_size
         flat = torch.empty(size, dtype=torch.uint8, device="cpu")
         if size and (file.readinto(bytes_of(flat)) != size or file.read(1)):
-            raise CapsuleDamaged(f"{path} changed its size while it was read")
+            raise CapsuleDamaged(f"{path} changed size while it was being read")
     return _decoded(flat, path)
 
 
@@ -100,7 +100,7 @@ def _decoded(flat: torch.Tensor, path: Path) -> Capsule:
         return _checked(Capsule(**decode(tree, found.__getitem__)))
     except UNREADABLE as error:
         raise CapsuleDamaged(
-            f"{path} is not a whole failure capsule: {error}. Use a copy of it that is, or another rank's"
+            f"{path} is not an intact failure capsule: {error}. Use an intact copy of it, or another rank's"
         ) from error
 
 
@@ -165,7 +165,7 @@ def _check_hash(flat: torch.Tensor, expected: str) -> None:
 
 
 def _hash_field(digest: str) -> bytes:
-    """As it stands in the header. In the tree, which is a JSON string there, every quote has a backslash before it."""
+    """The field as the header holds it. In the tree, a JSON string there, a backslash precedes every quote."""
     return f'"sha256":"{digest}"'.encode()
 
 

@@ -1,7 +1,7 @@
-"""When the digests of ranks differ: which tensor, which element, which rank, and how to make them equal again.
+"""Drift: when digests differ, find the tensor, the element and the rank, and make the replicas equal again.
 
-Every function here that takes a group is called by all ranks, with pieces that were cut alike. What one rank decides
-follows from what was gathered from all of them, so all decide the same.
+Every function here that takes a group is called by all ranks, with the same pieces. Every rank decides from what was
+gathered from all ranks, so all decide the same.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ BLOCKS = 64
 FEW_BYTES = 1024
 CHUNK_BYTES = 64 * 1024 * 1024
 NAMED_AT_MOST = 3
-SEARCH = "the search for drift"  # what a wait in here is called
+SEARCH = "the search for drift"  # how messages name a wait in this file
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,7 +36,7 @@ class TensorDrift:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that have it."""
+        """All ranks that hold this piece."""
         return tuple(sorted(rank for group in self.groups for rank in group))
 
     @property
@@ -95,7 +95,7 @@ class Element:
 
 @dataclass(frozen=True)
 class Drift:
-    """What was found: every tensor that differs, in the order of the pieces, and the first element of the first."""
+    """Every tensor that differs, in the order of the pieces, and the first differing element of the first one."""
 
     step: int
     size: int
@@ -105,7 +105,7 @@ class Drift:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks at fault. Where no majority says which these are: all that differ from each other."""
+        """The ranks at fault or, without a majority, all ranks that differ from each other."""
         found: set[int] = set()
         for tensor in self.tensors:
             found.update(tensor.odd or tensor.ranks)
@@ -113,12 +113,12 @@ class Drift:
 
     @property
     def healable(self) -> bool:
-        """Whether a majority says what every tensor should be."""
+        """Whether a majority determines the right values of every tensor."""
         return all(tensor.majority for tensor in self.tensors)
 
     @property
     def text(self) -> str:
-        """What happened and what to do, the same on all ranks."""
+        """What happened and what to do; the same text on all ranks."""
         where = ranks_text(self.ranks)
         if self.healable:
             advice = (
@@ -133,11 +133,11 @@ class Drift:
         return f"replicas have drifted apart at step {self.step}: {self.differences}. {advice}"
 
     def error(self) -> ReplicaDrift:
-        known = self.healable and len(self.ranks) < self.size  # then there is one that is wrong in nothing
+        known = self.healable and len(self.ranks) < self.size  # then at least one rank is right everywhere
         return ReplicaDrift(self.text, ranks=self.ranks, known=known, tensor=self.tensors[0].name, step=self.step)
 
     def text_of_healed(self, trust: int | None) -> str:
-        """What happened, and what was done: `trust` was asked where there was no majority."""
+        """What happened and what was done; without a majority, rank `trust` was taken."""
         whose = "the majority" if self.healable else f"rank {trust}, as trust={trust} asks"
         return (
             f"replicas have drifted apart at step {self.step}: {self.differences}. All ranks continue with the values "
@@ -163,7 +163,7 @@ class Drift:
 def locate(pieces: Sequence[Piece], group: Group, *, step: int) -> Drift:
     """Compare the pieces of all ranks one by one. All ranks call it.
 
-    Raises ReplicaDrift itself when ranks do not hold the same tensors: then there are no bits to compare. Returns a
+    Raises ReplicaDrift when ranks hold different tensors, whose bits cannot be compared. Returns a
     Drift without tensors when all are equal.
     """
     _check_alike(pieces, group, step)
@@ -186,8 +186,8 @@ def heal(
 ) -> list[str]:
     """Overwrite what differs with the values of the majority, and compare again. All ranks call it.
 
-    `pieces` are those that were located. Where there is no majority the values of rank `trust` are taken (its number
-    within the group); without one NoMajority is raised on every rank and nothing is changed. Returns the names of what
+    `pieces` are those passed to `locate`. Without a majority the values of rank `trust` are taken (its number
+    within the group); without `trust` every rank raises NoMajority and nothing is changed. Returns the names of what
     was healed.
     """
     if trust is not None:
@@ -264,7 +264,8 @@ def groups_of(values: Sequence[object], ranks: Sequence[int] | None = None) -> t
 
 
 def _first_element(piece: Piece, group: Group) -> Element | None:
-    """Narrow down by the digests of blocks, then look at the bytes themselves. A few small messages, no large one."""
+    """Narrow down by the digests of blocks, then compare the bytes themselves. Takes a few small messages and no large
+    one."""
     flat = piece.flat().resolve_conj().resolve_neg()
     itemsize = flat.dtype.itemsize
     begin, end = 0, flat.numel()
@@ -274,7 +275,7 @@ def _first_element(piece: Piece, group: Group) -> Element | None:
         digests = gather_ints(group, [state_digest([flat[at : min(at + width, end)]]) for at in places], SEARCH)
         unequal = [at for number, at in enumerate(places) if len({row[number] for row in digests}) > 1]
         if not unequal:
-            return None  # it changed while it was looked at
+            return None  # it changed during the search
         begin, end = unequal[0], min(unequal[0] + width, end)
     mine = flat[begin:end].cpu().contiguous().view(torch.uint8)
     raws = gather_bytes(group, bytes(mine.tolist()), SEARCH)

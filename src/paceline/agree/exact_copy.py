@@ -1,4 +1,4 @@
-"""What one rank was given, moved to another rank exactly: kernels there must give the bits that they gave here.
+"""Send values to another rank exactly, so that kernels there produce the same bits as here.
 
 Beside values, bits depend on strides and on how memory is aligned, since these choose kernels; both are kept. There is
 no pickle: plain values and containers are those of `stored/value_tree.py`, and an object of another kind, such as a
@@ -22,18 +22,18 @@ from paceline.stored.value_tree import MARK, decode_tree
 from paceline.typed_json import shown
 
 ALIGNMENT = 64  # bytes; no kernel asks for more
-# A tensor whose elements are further apart than this is sent in no other form: who receives it would have to trust the
-# sender with as much memory as it names.
+# A tensor whose elements are spread further apart than this is refused: the receiver would have to allocate as much
+# memory as the sender names.
 MOST_BYTES, MOST_TIMES = 64 << 20, 4096
-_OBJECT = "object"  # where a leaf of the tree has the kind of an object
+_OBJECT = "object"  # the key of an object's class in a leaf of the tree
 
 
 class UnknownKind(PacelineError):
-    """Another rank has sent an object of a kind of which this rank holds none, so it cannot make one."""
+    """Another rank has sent an object of a class that this rank has no example of, so it cannot be rebuilt."""
 
 
 class _ExactEncoder(Encoder):
-    """Notes beside every tensor what its values do not say."""
+    """Stores strides and alignment with every tensor."""
 
     refusal = "cannot be sent to another rank"
     instead = "make microbatches of these"
@@ -65,9 +65,9 @@ def pack_exactly(value: Any, name: str) -> bytes:
 
 
 def unpack_exactly(blob: torch.Tensor, device: torch.device, like: Any = None) -> Any:
-    """What `pack_exactly` packed. Tensors that were on a device are on `device`. `like`: something of this rank's own
-    that holds an object of each kind. Raises UnknownKind for a kind that it does not hold, and Malformed for bytes that
-    nobody has packed."""
+    """What `pack_exactly` packed. Tensors that were on a device are on `device`. `like`: a value of this rank that
+    holds an object of each class. Raises UnknownKind for a class that it does not hold, and Malformed for damaged
+    bytes."""
     packed, tensors = content_of(blob)
     examples = {_kind(found): found for found in _objects_in(like)}
     made: dict[tuple[str, bool], torch.Tensor] = {}
@@ -101,7 +101,7 @@ def _kind(value: object) -> str:
 
 
 def _parts_of(value: Any) -> dict[str, Any] | None:
-    """What an object is made of, by name. None for what is no object of that sort."""
+    """The parts of an object, by name. None for values that are not such objects."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
     if is_dataclass(value) and not isinstance(value, type):
@@ -112,7 +112,7 @@ def _parts_of(value: Any) -> dict[str, Any] | None:
 
 
 def _made_like(example: Any, parts: Mapping[str, Any]) -> Any:
-    """An object of the kind of `example`, with these parts."""
+    """An object of the class of `example`, with these parts."""
     if isinstance(example, tuple):
         return type(example)(*parts.values())
     found = copy.copy(example)
@@ -126,7 +126,7 @@ def _made_like(example: Any, parts: Mapping[str, Any]) -> Any:
 
 
 def _objects_in(value: Any) -> Iterator[Any]:
-    """All objects that are no plain containers."""
+    """All objects in a value except plain containers."""
     parts = _parts_of(value)
     if parts is not None:
         if type(value) is not dict:

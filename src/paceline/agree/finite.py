@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 CHUNK = 1 << 22  # elements that are looked at in one go; `torch.dot` takes 2^31 at most
-OWN, SUM = 1, 2  # what is not finite: the gradients of a rank, or only the sum over all ranks
+OWN, SUM = 1, 2  # not finite: the gradients of this rank, or only the sum over all ranks
 _KNOWN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -17,7 +17,7 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         return None
     if tensor.layout is torch.sparse_coo:
-        tensor = tensor._values()  # not coalesced, which would take a sort
+        tensor = tensor._values()  # coalescing would need a sort
     if not tensor.numel():
         return None
     if tensor.dtype.is_complex:
@@ -29,8 +29,8 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether all numbers of a tensor are finite, in one pass over memory. On a device it is waited for.
 
-    One that is not makes the sum not finite, so a sum that is proves it. One that is not may have overflowed: then the
-    smallest and the largest decide, which are NaN if anything is.
+    A number that is not finite makes the sum not finite, so a finite sum is proof. If the sum is not finite, it may
+    have overflowed: then the smallest and the largest number decide, which are NaN if any number is.
     """
     numbers = numbers_of(tensor)
     if numbers is None or math.isfinite(numbers.sum().item()):
@@ -39,13 +39,13 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 class FiniteCheck:
-    """Finds out on one rank whether the gradients that it reduces are finite, and what comes of them.
+    """Checks on one rank whether its gradients and the reduced ones are finite.
 
-    Which sums are looked at
+    Which sums are checked
     ------------------------
-    A sum of finite numbers that is not finite has overflowed. That takes a rank with a number of at least the largest
-    there is, divided by how many are added. So a rank looks at its own numbers, in one pass, and only if one of them is
-    so large, or if what the ranks do is more than to add, also at the sum. What one rank finds it reports to all.
+    A sum of finite numbers that is not finite has overflowed. For that, some rank must hold a number of at least the
+    largest representable one, divided by the number of ranks. So each rank checks its own numbers, in one pass, and the
+    sum only if one of them is that large or if the reduction does more than add. What one rank finds it reports to all.
     """
 
     def __init__(self, adds: int) -> None:
@@ -53,7 +53,7 @@ class FiniteCheck:
         self._adds = adds
         self._found = 0
         self._large = False
-        self._largest: list[torch.Tensor] = []  # magnitudes that only a device knows
+        self._largest: list[torch.Tensor] = []  # magnitudes that are still on the device
 
     def look_at_own(self, parts: Iterable[torch.Tensor]) -> None:
         """These gradients of this rank are about to be reduced."""
@@ -71,7 +71,7 @@ class FiniteCheck:
                 self._large |= max(-low, high) >= small
 
     def look_at_sums(self, sums: Sequence[torch.Tensor], *, only_added: bool) -> None:
-        """These have come of them. `only_added`: nothing was done to them but adding and dividing."""
+        """These are the reduced gradients. `only_added`: the reduction only added and divided."""
         if (self._large or not only_added) and not all(map(all_finite, sums)):
             self._found |= SUM
 
@@ -81,13 +81,13 @@ class FiniteCheck:
         return found
 
     def taken_on_device(self) -> int | torch.Tensor:
-        """The same where a device looks on: `OWN` or 0, which the host does not wait for."""
+        """The same on the device: `OWN` or 0, without making the host wait."""
         largest, self._largest = self._largest, []
         return torch.stack(largest).isfinite().all().logical_not() * OWN if largest else 0
 
 
 def _all_below(numbers: torch.Tensor, small: float) -> bool:
-    """Whether all are proved to be smaller than that, and so finite, by the sum of their squares: one quick pass."""
+    """Whether the sum of squares, one quick pass, proves that all numbers are below `small`, and so finite."""
     return all(torch.dot(chunk, chunk).item() < small * small for chunk in numbers.split(CHUNK))
 
 
@@ -100,7 +100,7 @@ class NotFinite(NamedTuple):
 
 
 def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> NotFinite | None:
-    """The first tensor that is not finite. None if all are. For use after something was found: it takes its time."""
+    """The first tensor that is not finite. None if all are. Slow; for use after something was found."""
     for name, tensor in named:
         if all_finite(tensor):
             continue

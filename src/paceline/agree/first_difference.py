@@ -18,7 +18,7 @@ def first_difference(
     """The name of the first piece that is not equal on two ranks, and the first element of it that differs.
 
     All ranks call it, with pieces of the same names and sizes; only those of `ranks` are looked at. `what` names the
-    wait. An empty name: they are equal.
+    wait. The name is empty if all pieces are equal.
     """
     one, other = ranks
     mine = [state_digest([piece.flat()]) if group.rank in ranks else 0 for piece in pieces]
@@ -31,7 +31,7 @@ def first_difference(
 
 
 def _first_element(piece: Piece, group: Group, one: int, other: int, what: str) -> Element | None:
-    """Rank `one` sends its values until rank `other` finds one that is not its own."""
+    """Rank `one` sends its values until rank `other` finds one that differs from its own."""
     flat = piece.flat().cpu().contiguous()
     width = max(1, CHUNK_BYTES // flat.dtype.itemsize)
     for begin in range(0, flat.numel(), width):

@@ -1,4 +1,4 @@
-"""What the state consists of: where its tensors are, and how their elements are divided among steps."""
+"""The parts of the state: where its tensors are, and which of their elements each step compares."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from paceline.errors import UsageError
 
-# A cut inside a tensor is a multiple of this: what begins there can be read as wide integers.
+# A cut inside a tensor is a multiple of this: a part that begins there can be read as wide integers.
 ALIGN_BYTES = 64
 
 # Returns the tensor that is there now, or None if there is none any more. It is called with True when the beginning of
@@ -34,7 +34,7 @@ def optimizer_tensors(optimizer: OptimizerRef, names: Mapping[int, str]) -> Iter
 
 
 def _find(optimizer: OptimizerRef, param: torch.Tensor, path: Path, _: bool) -> torch.Tensor | None:
-    """What the optimizer keeps there now, if that is a tensor."""
+    """The optimizer's value at `path` now, if it is a tensor."""
     alive = optimizer()
     found: Any = None if alive is None else alive.state.get(param)
     try:
@@ -62,7 +62,7 @@ def cut(metadata: Sequence[tuple[int, int]], every: int) -> list[list[tuple[int,
     total = sum(numel * itemsize for numel, itemsize in metadata)
     borders = [total * number // every for number in range(1, every)]
     parts: list[list[tuple[int, int, int]]] = [[] for _ in range(every)]
-    at = number = 0  # bytes before this tensor; the part that it begins in
+    at = number = 0  # bytes before this tensor; the part in which it begins
     for index, (numel, itemsize) in enumerate(metadata):
         step, begin = ALIGN_BYTES // itemsize, 0
         while number < every - 1 and borders[number] < at + numel * itemsize:

@@ -65,7 +65,7 @@ class AllReduceReport(BenchReport):
 
 
 def run_allreduce(spec: AllReduceSpec, log: Log = no_log) -> AllReduceReport:
-    """Measure, and return what was found."""
+    """Measure, and return the results."""
     found = {label: find_contender(label, KNOWN) for label in label_each(spec.contenders)}
     reasons = {label: contender.why_absent(spec.device) for label, contender in found.items()}
     absent = {label: why.removeprefix("not here: ") for label, why in reasons.items() if why}

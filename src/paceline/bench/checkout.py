@@ -42,7 +42,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def import_from(sources: str) -> None:
-    """From here on `import paceline` finds the package in `sources`.
+    """Make `import paceline` find the package in `sources`.
 
     Modules of this checkout that are already loaded keep what they have imported; only their names become free. So a
     worker first loads everything that measures, and imports `paceline` itself where it builds the contender.

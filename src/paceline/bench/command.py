@@ -49,7 +49,7 @@ def conduct(
 
 
 def exit_code(report: Any) -> int:
-    """1 if a contender failed, or computed something else than the others."""
+    """1 if a contender failed, or if its results differ from the others'."""
     points = [point[-1] if isinstance(point, tuple) else point for point in getattr(report, "points", [report])]
     results = [result for point in points for result in getattr(point, "contenders", [])]
     return int(any(result.state == "failed" or result.agrees is False for result in results))
@@ -66,7 +66,7 @@ def run_script(command: Command, arguments: list[str]) -> int:
 
 
 class NamesWhole(argparse.HelpFormatter):
-    """Does not break lines inside of names."""
+    """Does not break lines inside names."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrap(text, width, break_on_hyphens=False)

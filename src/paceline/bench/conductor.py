@@ -1,4 +1,4 @@
-"""Starts all contenders and lets one at a time run, in turns, so that noise hits all of them alike."""
+"""Starts all contenders and runs them one at a time, in turns, so that noise affects all alike."""
 
 import select
 import socket
@@ -65,7 +65,7 @@ class Conductor:
         return self.ask_all(do, {label: arguments}).get(label)
 
     def ask_all(self, do: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
-        """Let contenders work at the same time, which is for what is not timed.
+        """Let contenders work at the same time, for work that is not timed.
 
         Returns the answers of those that did not fail.
         """
@@ -130,7 +130,7 @@ class Conductor:
         try:
             label, rank = receive(connection)
             self._running[label].connections[int(rank)] = connection
-        except (EOFError, OSError, LookupError, ValueError, TypeError):  # it died, it is none of ours, or its contender
+        except (EOFError, OSError, LookupError, ValueError, TypeError):  # it died, it is not ours, or its contender
             # was dropped meanwhile
             connection.close()
 

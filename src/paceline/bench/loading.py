@@ -1,4 +1,4 @@
-"""What a name stands for: `module:NAME`, or `FILE.py:NAME` for code outside of the package."""
+"""Load the object that a name stands for: `module:NAME`, or `FILE.py:NAME` for code outside of the package."""
 
 import sys
 from importlib import import_module

@@ -77,13 +77,13 @@ class MachineryReport(BenchReport):
 
 
 def run_machinery(spec: MachinerySpec, log: Log = no_log) -> MachineryReport:
-    """Measure, and return what was found. A contender that fails does not stop the others."""
+    """Measure, and return the results. A contender that fails does not stop the others."""
     results = {label: MachineryResult(label, find_contender(label).about) for label in label_each(spec.contenders)}
     orders = [Order(label, TASK, label, spec, 1, spec.threads, spec.device) for label in results]
     with Conductor(orders, timeout_s=spec.timeout, log=log) as conductor:
         if spec.warmup:
             log("warming up")
-            # All at once, since a compiler has most to do here.
+            # All at once, because compilation takes most of this time.
             conductor.ask_all("run", dict.fromkeys(conductor.labels, ({"settle": 0, "steps": spec.warmup},)))
         for _, label in conductor.in_turns(spec.rounds, log_rounds=True):
             answers = conductor.ask(label, "run", {"settle": spec.settle, "steps": spec.burst})

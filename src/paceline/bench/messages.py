@@ -12,7 +12,7 @@ from paceline.stored.value_tree import MARK, TreeEncoder, decode_tree
 from paceline.typed_json import parse_json, shown
 
 LONGEST = 64 << 20  # bytes of one message
-SETTINGS = re.compile(r"paceline\.bench(\.[a-z_]+)+:[A-Za-z]+")  # the dataclasses that a worker makes
+SETTINGS = re.compile(r"paceline\.bench(\.[a-z_]+)+:[A-Za-z]+")  # the dataclasses that a worker may construct
 
 
 def send(connection: Connection, message: Any) -> None:
@@ -21,8 +21,9 @@ def send(connection: Connection, message: Any) -> None:
 
 
 def receive(connection: Connection, *, settings: bool = False) -> Any:
-    """The next message. It may hold `settings` if the worker asks. Raises Malformed if it is none, EOFError and OSError
-    if the other side has gone."""
+    """The next message. It may hold `settings` if the worker asks. Raises Malformed if it is invalid, and EOFError or
+    OSError
+    if the other side has ended."""
     return message_in(connection.recv_bytes(LONGEST), settings=settings)
 
 
@@ -47,7 +48,7 @@ def _settings(tree: dict[str, Any]) -> Any:
         try:
             kind = load_named(tree["of"])
         except ImportError as error:
-            raise Malformed(f"there are no settings of a measurement {shown(tree['of'])}") from error
+            raise Malformed(f"a measurement has no settings named {shown(tree['of'])}") from error
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise Malformed(f"expected the settings of a measurement, got a {shown(tree['of'])}")
     return kind(**{name: decode_tree(item, _settings) for name, item in tree["fields"].items()})

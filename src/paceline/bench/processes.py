@@ -1,4 +1,4 @@
-"""The rank processes of one contender, as the conductor holds them."""
+"""The rank processes of one contender, as the conductor sees them."""
 
 import contextlib
 import os
@@ -141,7 +141,7 @@ class ContenderProcesses:
             how = exits[0].how if exits else "closed its connection"
             raise self.failure(f"a rank {how}") from error
         except (ValueError, TypeError) as error:
-            raise self.failure(f"a rank sent what is no message: {error}") from error
+            raise self.failure(f"a rank sent an invalid message: {error}") from error
         return kind, content
 
     def failure(self, message: str) -> ContenderFailed:

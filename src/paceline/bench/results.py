@@ -1,4 +1,4 @@
-"""Results as values: what a run found, and the JSON that keeps it."""
+"""Results as values, and the JSON in which they are stored."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def _describe_hardware() -> dict[str, Any]:
 
 
 def _describe_versions() -> dict[str, str]:
-    """Versions of what takes part, as far as it is installed."""
+    """Versions of the packages that take part, if they are installed."""
     found = {"python": platform.python_version(), "paceline": "source tree"}
     for package in (*PACKAGES, "tensorflow-cpu"):
         try:
@@ -110,7 +110,7 @@ def record_failures(results: Mapping[str, TimedResult], failures: Mapping[str, C
 
 @dataclass
 class BenchReport:
-    """All that one command found."""
+    """All results of one command."""
 
     spec: dict[str, Any]
     circumstances: Circumstances

@@ -34,7 +34,7 @@ class ContenderResult(TimedResult):
     predicted_exposed_s: float | None = None  # communication while the rank could only wait, by the bucket plan
     traced_exposed_s: float | None = None  # the same, by the trace
     sent_bytes: int | None = None  # per rank and step, by the algorithm
-    peak_bytes: int | None = None  # while training, of the rank with most
+    peak_bytes: int | None = None  # while training, of the rank that needs most
     peak_bytes_per_parameter: float | None = None
     phases_s: dict[str, float] = field(default_factory=dict)
     bucket_bytes: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Answers:
 
 
 def run_steps(spec: StepSpec, log: Log = no_log) -> StepComparison:
-    """Measure, and return what was found. A contender that fails does not stop the others."""
+    """Measure, and return the results. A contender that fails does not stop the others."""
     spec = _expand(spec)
     results = {label: _empty(spec, label) for label in spec.contenders}
     orders = [_order(spec, label) for label, result in results.items() if result.state == "ok"]
@@ -123,7 +123,7 @@ def _measure(spec: StepSpec, conductor: Conductor, answers: dict[str, Answers], 
         _burst(conductor, label, answers[label], first, first + spec.settle + timed, timed)
     for label in conductor.labels:
         answers[label].finish = conductor.ask(label, "finish") or []
-    # After memory has been read: its buffers are not the contender's.
+    # After memory was measured: these buffers are not the contender's.
     for _, label in conductor.in_turns(3):
         ranks = conductor.ask(label, "run", {"what": "communicate"})
         if ranks is not None and ranks[0]["seconds"] is not None:

@@ -75,7 +75,7 @@ def _details(result: ContenderResult) -> list[str]:
 
 
 def complaints(point: StepComparison, place: str) -> list[str]:
-    """The contenders of one of many comparisons that have no result, or computed something else, and why."""
+    """The contenders of one of many comparisons that have no result or differ from the others, and why."""
     notes = []
     for result in point.contenders:
         name = f"{short_label(result.label)}{place}"

@@ -18,7 +18,7 @@ from paceline.bench.tasks import Task
 
 
 def make_task(order: Order, rank: int) -> Task:
-    """Make the task that the conductor has ordered."""
+    """Make the task that the conductor ordered."""
     own = find_contender(order.contender).task if ".py:" in order.contender else None
     task: Task = (own or load_named(order.task))(order.spec, order.contender, rank, order.size)
     if order.sources:
@@ -27,7 +27,7 @@ def make_task(order: Order, rank: int) -> Task:
 
 
 def serve(connection: Connection, rank: int) -> None:
-    """Call the methods of a task as the conductor asks, until its end."""
+    """Call the methods of a task as the conductor asks, until it ends."""
 
     def barrier() -> None:
         send(connection, ("barrier", None))

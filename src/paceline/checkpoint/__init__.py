@@ -1,4 +1,4 @@
-"""Checkpoints: snapshots of files that are on disk whole or not at all, and are compared byte for byte when read."""
+"""Checkpoints: snapshots that are written atomically, and verified byte for byte when they are read."""
 
 from paceline.checkpoint.checkpoint_errors import (
     CheckpointError,

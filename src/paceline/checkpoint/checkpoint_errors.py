@@ -3,9 +3,9 @@
 PacelineError
 └── CheckpointError
     ├── NotSaved                        a snapshot could not be written; `step` says which, `rank` where
-    ├── Damaged                         a snapshot is not what was written; `path` and `why`
+    ├── Damaged                         a snapshot is damaged; `path` and `why`
     ├── NoCheckpoint       (UsageError) there is no snapshot to load; `skipped` says what was refused and why
-    └── CheckpointMismatch (UsageError) the snapshot is one of another model, optimizer or set of objects
+    └── CheckpointMismatch (UsageError) the snapshot was made from another model, optimizer or set of objects
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from paceline.errors import PacelineError, UsageError
 
 @dataclass(frozen=True)
 class Skipped:
-    """A snapshot that was passed over: which one, the rank that refused it, and why."""
+    """A snapshot that was skipped, the rank that refused it, and why."""
 
     path: str
     rank: int
@@ -41,10 +41,10 @@ class NotSaved(CheckpointError):
 
 
 class Damaged(CheckpointError):
-    """A snapshot is not, byte for byte, what was written."""
+    """A snapshot differs from what was written."""
 
     def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path} is not a whole snapshot: {why}")
+        super().__init__(f"{path} is a damaged snapshot: {why}")
         self.path = path
         self.why = why
 

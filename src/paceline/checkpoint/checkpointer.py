@@ -50,27 +50,27 @@ class Checkpointer:
         ...
         checkpointer.wait()
 
-    All methods but `close` are called by all ranks. Each rank writes a share: its shards under a sharded placement, and
-    a stripe of what all ranks hold. No rank gathers the whole. Hosts that do not share a directory each write what
-    their ranks hold to their own; a world that needs more than a directory holds is told which files to copy into it. A
-    snapshot is written to a temporary directory, with a SHA-256 of every 4 MiB, and gets its name when all of it is on
-    disk; older ones are removed after that. A save that fails is reported on all ranks by their next call, and training
-    can continue. Every rank keeps host memory for a copy of its share.
+    All ranks must call every method but `close`. Each rank writes a share: its shards under a sharded placement, and
+    a stripe of what all ranks hold. No rank gathers the whole state. Hosts that do not share a directory each write
+    what their ranks hold to their own; if a rank needs more than its directory holds, the error says which files to
+    copy there. A snapshot is written to a temporary directory, with a SHA-256 of every 4 MiB, and is renamed once all
+    of it is on disk; older ones are removed after that. A save that fails is reported on all ranks by their next call,
+    and training can continue. Every rank keeps host memory for a copy of its share.
 
-    `keep_every=1000` also keeps milestones: of every 1,000 steps, from step 1,000 on, the first snapshot. Where saves
+    `keep_every=1000` also keeps milestones: the first snapshot of every 1,000 steps, from step 1,000 on. If saves
     are given a `metric`, the best so far is kept too: the one with the lowest, or with `best="max"` the highest.
 
-    The process that writes owns the directory, by a lock that ends with it: a save by another run raises UsageError on
+    The writing process holds a lock on the directory until it ends: a save by another run raises UsageError on
     all ranks of that run. Loading needs no lock.
 
-    `busy` says what a save does while the previous one is still being written: "wait" or "skip". `timeout` is how long
-    a rank waits for others to come to the same call, before it raises PeerAbsent; ranks that wait in another collective
-    are found within seconds, even without it.
+    `busy` says what a save does while the previous one is still being written: "wait" or "skip". `timeout` is how many
+    seconds a rank waits for others to make the same call before it raises PeerAbsent; ranks that wait in another
+    collective are found within seconds, even without it.
 
     Before anything is written, ranks compare the bits of their parameters and optimizer states (in lanes also of their
-    buffers), and what is written is compared with those. If ranks differ, `save` raises ReplicaDrift on all of them and
-    saves nothing, so that no checkpoint holds what has drifted. `compare=False` is for ranks that are meant to differ:
-    then the lowest rank that sees a directory writes all that is not in shards, as it has it.
+    buffers), and the copy that is written is checked against them. If ranks differ, `save` raises ReplicaDrift on all
+    of them and saves nothing, so that no checkpoint holds drifted state. `compare=False` is for ranks that are meant to
+    differ: then the lowest rank that sees a directory writes its own copy of everything that is not in shards.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class Checkpointer:
         self._group = group
         self._timeout = timeout
         self._compare = compare
-        # Ten times as often as a save is due, so that it is at most a tenth late.
+        # Ten times per interval between saves, so that a save is at most a tenth of the interval late.
         self._cadence = Cadence((every_seconds or 0.0) / 10, group)
         self._saved_at = time.monotonic()
         self._writing: BackgroundWrite | None = None
-        self._orphan: BackgroundWrite | None = None  # of a world that is no more: some rank may not have done its part
+        self._orphan: BackgroundWrite | None = None  # of an earlier world: some rank may not have written its part
         self._copies = {MODEL: HostCopy(), STATE: HostCopy()}
         self._refused: list[Path] = []
         self._place = RunDirectory(self.directory)
@@ -137,9 +137,9 @@ class Checkpointer:
     ) -> Saved:
         """Save the state after `step`. Returns when this rank's share is copied to host memory; a thread writes it.
 
-        `metric` says how good it is: rank 0's counts. `more` takes anything that has a state_dict(), plain values,
-        tensors, and lists and dicts of them; those of the lowest rank that sees the directory are saved. What differs
-        between ranks goes in as `PerRank(value)`.
+        `metric` is the quality of this state; rank 0's value is used. `more` takes anything that has a state_dict(),
+        plain values, tensors, and lists and dicts of them; those of the lowest rank that sees the directory are saved.
+        What differs between ranks is passed as `PerRank(value)`.
         """
         if type(step) is not int or step < 0:
             raise UsageError(f"step must be a whole number of at least 0, got {step!r}")
@@ -163,21 +163,20 @@ class Checkpointer:
         return Saved(step, time.perf_counter() - started, waited_s, skip, problem)
 
     def wait(self) -> None:
-        """Return when what was saved is on disk. Raises NotSaved, on all ranks, if it could not be written."""
+        """Return when the last save is on disk. Raises NotSaved, on all ranks, if it could not be written."""
         with self._together("Checkpointer.wait()"):
             problem = self._settle()
         if problem is not None:
             raise problem
 
     def close(self) -> None:
-        """Wait for this rank's writer only. The next other call tells all ranks how the write ended."""
+        """Wait for this rank's writer only. The next other call reports to all ranks how the write ended."""
         if self._writing is not None:
             self._writing.join()
 
     def follow_group(self) -> None:
-        """The world has changed: nothing that was known of its ranks is known of those that there are now. All ranks
-        call it. A write that is under way may lack the part of a rank that is gone: if so, an event says it, and it is
-        no problem of this world."""
+        """The world has changed: forget what was known of its ranks. All ranks call it. If a write that is under way
+        lacks the part of a rank that has left, an event reports it, and it is no error in the new world."""
         self._orphan = self._writing
         self._cadence.follow_group()
         self._place.follow_group()
@@ -192,7 +191,7 @@ class Checkpointer:
         self._place.release()
 
     def latest(self) -> Snapshot | None:
-        """The newest snapshot that is whole on all ranks, every byte compared, or None."""
+        """The newest snapshot that is intact on all ranks, with every byte verified, or None."""
         with self._together("Checkpointer.latest()"):
             self.close()
             return self._choose("latest", lambda one: Reading(one, None, 0, 1)).snapshot
@@ -205,15 +204,15 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None = None,
         **more: Any,
     ) -> Loaded:
-        """Put a snapshot back into `model`, `optimizer`, and whatever of `more` has load_state_dict().
+        """Load a snapshot into `model`, `optimizer`, and whatever of `more` has load_state_dict().
 
-        `snapshot` is "latest" (the newest that is whole on all ranks), "compared" (the newest of those that ranks
-        have compared when they saved it; if there is none, the newest of all), "best" (of those with a metric), a step,
-        or the path of a snapshot or of a directory of them. Every byte that a rank is about to read is compared before
-        anything is changed, by one of the ranks that see it; then tensors are read into those that are there. Raises
-        NoCheckpoint if there is none that is whole on all ranks, and CheckpointMismatch if it is not of this model;
-        both on all ranks. A replica in lanes logs a warning when the number of lanes, or what chooses kernels, is not
-        what it was.
+        `snapshot` is "latest" (the newest that is intact on all ranks), "compared" (the newest of those that ranks
+        compared when they saved it; if there is none, the newest of all), "best" (of those with a metric), a step,
+        or the path of a snapshot or of a directory of them. Every byte that a rank will read is verified before
+        anything is changed, by one of the ranks that see it; then the existing tensors are overwritten. Raises
+        NoCheckpoint if none is intact on all ranks, and CheckpointMismatch if it was made from another model;
+        both on all ranks. A replica in lanes logs a warning when the number of lanes, or a setting that chooses
+        kernels, has changed.
         """
         with self._together("Checkpointer.load()", Phase.LOAD):
             self.close()
@@ -235,7 +234,7 @@ class Checkpointer:
 
     @contextmanager
     def _together(self, call: str, phase: Phase = Phase.CHECKPOINT) -> Iterator[None]:
-        """Inside, all ranks are in the same call, and the launcher knows that a checkpoint may take long."""
+        """Check that all ranks are in the same call, and tell the launcher that a checkpoint may take long."""
         uses.tell(self)
         with own_progress().during(phase):
             named_barrier(call, group=self._group, timeout=self._timeout)
@@ -317,7 +316,7 @@ class Checkpointer:
         return None
 
     def _start(self, plan: SavePlan) -> None:
-        """Copy this rank's share, compare, and have it written. All ranks call it."""
+        """Copy this rank's share, compare it, and start writing it. All ranks call it."""
         save = Save(plan, self._copies, self._group)
         if plan.team:
             self._writing = BackgroundWrite(plan.manifest.step, save.write, self._tidy, asynchronous=self._asynchronous)
@@ -328,7 +327,7 @@ class Checkpointer:
         return remove_older(self.directory, self._keep, self._refused)
 
     def _choose(self, which: Which, look: Look) -> Choice:
-        """What all ranks load. Snapshots that were passed over are told once, and do not count as ones to keep."""
+        """Choose what all ranks load. Skipped snapshots are reported once, and do not count as ones to keep."""
         choice = choose(which, self.directory, look, self._group, self._keep)
         refused = [(choice.directory / one.path, str(one)) for one in choice.skipped]
         for path, text in [(path, text) for path, text in refused if path not in self._refused]:
@@ -353,7 +352,7 @@ class Checkpointer:
                 where = f"in {self.directory}" if which in ("latest", "compared", "best") else f"at {which}"
             why = "; ".join(map(str, choice.skipped))
             raise NoCheckpoint(
-                f"there is no checkpoint {where} that is whole on all ranks" + (f": {why}" if why else ""),
+                f"there is no checkpoint {where} that is intact on all ranks" + (f": {why}" if why else ""),
                 skipped=choice.skipped,
             )
         restored = reading[0].restored

@@ -1,4 +1,4 @@
-"""Which snapshot all ranks load, and what they need of it."""
+"""The choice of the snapshot that all ranks load, and what they need of it."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Which = str | os.PathLike[str] | int
 
 
 class Choice(NamedTuple):
-    """What all ranks load, if there is something, from which directory, and the snapshots that were passed over."""
+    """The snapshot that all ranks load, if there is one, its directory, and the snapshots that were skipped."""
 
     snapshot: Snapshot | None
     directory: Path
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 def choose(which: Which, directory: Path, look: Look, group: OptionalGroup, keep: Keep) -> Choice:
-    """The newest snapshot of those that `which` means that is good on all ranks.
+    """The newest snapshot that matches `which` and is intact on all ranks.
 
     All ranks call it, with a `which` of the same kind.
     """
@@ -44,7 +44,7 @@ def choose(which: Which, directory: Path, look: Look, group: OptionalGroup, keep
 
 
 def _candidates(which: Which, directory: Path) -> tuple[Path, list[Snapshot], list[Damaged]]:
-    """Where this rank looks for `which`, the snapshots there, newest first, and those whose manifests are damaged."""
+    """The directory that `which` means on this rank, its snapshots, newest first, and those with damaged manifests."""
     if not isinstance(which, int) and which not in ("latest", "compared", "best"):
         path = Path(which)
         if snapshots.NAME.match(path.name) or (path.is_dir() and any(NAME.match(one.name) for one in path.iterdir())):
@@ -64,11 +64,11 @@ def _candidates(which: Which, directory: Path) -> tuple[Path, list[Snapshot], li
 
 
 class Reading:
-    """A snapshot that is about to be read: what is needed of it, and why it cannot be loaded here, if that is known.
+    """A snapshot that is about to be read: what is needed of it and, if known, why it cannot be loaded here.
     Raises Damaged when it is made, if files are missing."""
 
     def __init__(self, snapshot: Snapshot, targets: Targets | None, rank: int, size: int) -> None:
-        """Without `targets` everything is needed that is there."""
+        """Without `targets` everything in the snapshot is needed."""
         self.problem = ""
         self.restored: Restored | None = None
         self._opened = OpenSnapshot(snapshot)

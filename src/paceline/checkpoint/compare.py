@@ -1,4 +1,4 @@
-"""Comparing state: of runs, by one hash; of the ranks of a run, by a digest of every tensor before it is saved."""
+"""Compare state: between runs, by one hash; between ranks, by a digest of every tensor before it is saved."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from paceline.stored.value_tree import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One piece of the state that several ranks hold: on this rank its elements, and its digest."""
+    """One piece of the state that several ranks hold: this rank's elements, and their digest."""
 
     name: str
     holders: tuple[int, ...]
@@ -31,7 +31,7 @@ class Compared:
 
 
 def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A digest of each tensor, whatever device it is on: where ranks differ, these say in which tensors."""
+    """A digest of each tensor, whatever device it is on: they show in which tensors ranks differ."""
     started = [start_digest([tensor]) for tensor in tensors]
     return [one.value() for one in started]
 
@@ -39,8 +39,8 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def compare(
     step: int, pieces: Sequence[Compared], note: str, group: OptionalGroup
 ) -> tuple[list[int | None], list[str]]:
-    """Raise ReplicaDrift on all ranks unless all that hold a piece hold the same bits. Returns the digests of those
-    that this rank holds, and the notes of all ranks. All ranks call it, with the same pieces."""
+    """Raise ReplicaDrift on all ranks unless all ranks that hold a piece hold the same bits. Returns the digests of
+    those that this rank holds, and the notes of all ranks. All ranks call it, with the same pieces."""
     held = [piece.elements for piece in pieces if piece.elements is not None]
     left = iter(digests_of(held))
     own = [None if piece.elements is None else next(left) for piece in pieces]
@@ -65,7 +65,7 @@ def compare(
 
 
 def check_copy(name: str, copy: torch.Tensor, expected: int) -> None:
-    """Raise CheckpointError if a copy of a piece is not what ranks have compared."""
+    """Raise CheckpointError if a copy of a piece differs from what the ranks compared."""
     if digests_of([copy])[0] != expected:
         raise CheckpointError(
             f"the copy of {name} in host memory does not match what the ranks compared: it changed before it was "

@@ -1,5 +1,5 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP), from snapshots and to snapshots. One process does it, without a
-group, and needs memory for the whole state."""
+"""Checkpoints of torch.distributed.checkpoint (DCP), converted from snapshots and to snapshots. One process does it,
+without a group, and needs memory for the whole state."""
 
 import os
 import secrets
@@ -22,18 +22,18 @@ from paceline.checkpoint.writer import write_snapshot
 from paceline.errors import UsageError
 from paceline.stored.directory import DirectoryLock, make_directory
 
-PICKLED = ".metadata"  # the file by which DCP's own format is known
+PICKLED = ".metadata"  # the file that identifies DCP's own format
 
 
 def export_dcp(
     snapshot: Snapshot | str | os.PathLike[str], target: str | os.PathLike[str], *, safetensors: bool = False
 ) -> Path:
-    """Write what a snapshot holds of model and optimizer as a checkpoint of torch.distributed.checkpoint.
+    """Write the model and optimizer of a snapshot as a checkpoint of torch.distributed.checkpoint.
 
     Its names are those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under "model" and "optimizer", so
     FSDP2 and others load it at any number of ranks. Every byte of the snapshot is verified first. `safetensors=True`
-    writes the weights alone, as safetensors in the layout of Hugging Face, without a pickle. The snapshot must be whole
-    in its directory. Raises Damaged if it is not what was written.
+    writes the weights alone, as safetensors in the layout of Hugging Face, without a pickle. The snapshot must be
+    complete in its directory. Raises Damaged if it is damaged.
     """
     from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter, save
 
@@ -63,12 +63,12 @@ def import_dcp(
     optimizer: str = "optimizer",
     trust_pickle: bool = False,
 ) -> Snapshot:
-    """Make a snapshot in `directory` of a checkpoint of torch.distributed.checkpoint, for `Checkpointer.load`.
+    """Convert a checkpoint of torch.distributed.checkpoint to a snapshot in `directory`, for `Checkpointer.load`.
 
-    `model` and `optimizer` are the keys under which it has their states, as `get_state_dict` of
+    `model` and `optimizer` are the keys of their states, as `get_state_dict` of
     `torch.distributed.checkpoint.state_dict` makes them. A directory of safetensors files is read without pickle. DCP's
     own format is made of pickles, and unpickling runs whatever code they hold: it is read only with
-    `trust_pickle=True`, for files that come from nobody you would not let run a program.
+    `trust_pickle=True`, for files from a source whose programs you would run.
     """
     from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 
@@ -77,7 +77,7 @@ def import_dcp(
         if not trust_pickle:
             raise UsageError(
                 f"{path} is in the format of torch.distributed.checkpoint, which is made of pickles: reading it runs "
-                f"whatever code they hold. If you trust whoever wrote it, pass trust_pickle=True; otherwise have it "
+                f"whatever code they hold. If you trust its author, pass trust_pickle=True; otherwise have it "
                 f"exported as safetensors"
             )
         state = _read(FileSystemReader(path))
@@ -105,7 +105,7 @@ def _write(
     make_directory(directory)
     lock = DirectoryLock(directory)
     if holder := lock.acquire():
-        raise UsageError(f"nothing is imported to {directory}: {holder} saves there; give it a directory of its own")
+        raise UsageError(f"nothing is imported to {directory}: {holder} saves there; choose another directory")
     found, _ = snapshots.survey(directory)
     number = max((one.manifest.number for one in found), default=0) + 1
     manifest = Manifest(step, number, secrets.randbits(60), 1, {}, shapes_of(weights), versions())
@@ -121,7 +121,7 @@ def _write(
 
 
 def _read(reader: Any) -> dict[str, Any]:
-    """All that a checkpoint holds, as it was before DCP made it flat."""
+    """The contents of a checkpoint, as they were before DCP flattened them."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -147,15 +147,15 @@ def _empty(described: Any) -> torch.Tensor:
 
 
 def _flat(state: Any) -> dict[str, Any]:
-    """The tensors of a model's state, which DCP has under whole names."""
+    """The tensors of a model's state, which DCP stores under dotted names."""
     return {name: value for name, value in (state or {}).items() if isinstance(value, torch.Tensor)}
 
 
 def _by_name(packed: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
-    """The state of an optimizer as DCP has it: by the names of parameters, not by their numbers."""
+    """The state of an optimizer as DCP stores it: by parameter name, not by number."""
     if names is None:
         raise UsageError(
-            "the snapshot does not say which parameters its optimizer updates, so that part cannot be exported; save "
+            "the snapshot does not record which parameters its optimizer updates, so that cannot be exported; save "
             "model and optimizer together, or export the weights alone with safetensors=True"
         )
     places = [place for group in packed["param_groups"] for place in group["params"]]
@@ -186,7 +186,7 @@ def _listed(params: Any) -> list[str]:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """DCP warns that there is no group: that is meant."""
+    """Silence DCP's warning that there is no group: there need not be one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", category=FutureWarning)

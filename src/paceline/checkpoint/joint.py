@@ -1,8 +1,8 @@
-"""Several ranks write one snapshot to the directory that they share, and the lowest of them completes it.
+"""Several ranks write one snapshot to a shared directory, and the lowest rank completes it.
 
-Everything goes through files, because a thread writes them and the process may be about to end: no collective, and no
-store of another process. Each rank has a record in the temporary directory, and a lock on it for as long as it lives
-and has not finished. In the record it says in the end what it has written, or why it could not.
+Everything goes through files, because threads write them and the process may be about to end: there is no collective
+and no store of another process to wait for. Each rank has a record in the temporary directory, and holds a lock on it
+until it has ended or finished. At the end the record says what it has written, or why it could not.
 """
 
 import errno
@@ -19,13 +19,13 @@ from paceline.errors import Malformed
 from paceline.stored.directory import PRIVATE, FileRecord, make_directory
 from paceline.typed_json import read_json
 
-STALLED_S = 600.0  # a rank that has written nothing for so long is given up, where locks do not tell whether it lives
+STALLED_S = 600.0  # a rank that writes nothing for this long counts as dead where locks cannot show whether it lives
 LONGEST_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank has written, and what went wrong, if anything did."""
+    """What a rank has written, and its error, if any."""
 
     files: Mapping[str, FileRecord]
     problem: str
@@ -33,9 +33,9 @@ class RankRecord:
 
 def _said(rank: int, text: bytes) -> RankRecord:
     try:
-        return read_json(RankRecord, text, f"what rank {rank} has written")
+        return read_json(RankRecord, text, f"the record of rank {rank}")
     except Malformed as error:
-        raise CheckpointError(f"{error}; nobody but the ranks of this run may write to their checkpoints") from error
+        raise CheckpointError(f"{error}; only the ranks of this run may write to its checkpoints") from error
 
 
 class JointWrite:
@@ -50,7 +50,8 @@ class JointWrite:
         self._record = -1  # its descriptor
 
     def enter(self) -> None:
-        """Say that this rank is about to write. All ranks of the team do so before any of them is waited for."""
+        """Announce that this rank is about to write. All ranks of the team do so before one of them waits for
+        others."""
         make_directory(self.home.parent)
         self.home.mkdir(exist_ok=True)
         self.descriptor = os.open(self.home, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -64,7 +65,7 @@ class JointWrite:
         _lock(self._record)
 
     def leave(self, files: dict[str, FileRecord], problem: str) -> None:
-        """Say what this rank has written, or why it could not."""
+        """Record what this rank has written, or why it could not."""
         text = json.dumps(asdict(RankRecord(files, problem)))
         try:
             os.pwrite(self._record, f"{text}\n".encode(), 0)
@@ -72,26 +73,26 @@ class JointWrite:
             self.close()
 
     def close(self) -> None:
-        """Let go of the directory, in whatever way this ends."""
+        """Release the directory, whether the write succeeded or not."""
         for descriptor in (self._record, self.descriptor):
             if descriptor >= 0:
                 os.close(descriptor)
         self._record = self.descriptor = -1
 
     def collect(self) -> tuple[dict[str, FileRecord], str]:
-        """What the others have written, and the first thing that went wrong. Returns when none of them writes."""
+        """What the others have written, and what went wrong. Returns when no rank is writing any more."""
         files: dict[str, FileRecord] = {}
         problems = []
         for rank in self._others:
             text = self._wait_for(rank)
-            told = _said(rank, text) if text else RankRecord({}, "it ended while it wrote")
+            told = _said(rank, text) if text else RankRecord({}, "it ended while it was writing")
             files.update(told.files)
             if told.problem:
                 problems.append(f"rank {rank} could not write its part: {told.problem}")
         return files, "; ".join(problems)
 
     def remove_records(self) -> None:
-        """Leave nothing in the directory but files of the snapshot."""
+        """Remove everything from the directory but the files of the snapshot."""
         for rank in (self._rank, *self._others):
             self._path_of(rank).unlink()
 
@@ -123,8 +124,8 @@ class JointWrite:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file for this process, which a process that it forks does not inherit. Where files cannot be locked, as if
-    another process had the lock."""
+    """Lock a file for this process; forked processes do not inherit the lock. Where files cannot be locked, behave as
+    if another process held the lock."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

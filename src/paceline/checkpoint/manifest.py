@@ -1,7 +1,7 @@
-"""The manifest of a snapshot: what belongs to it, with the hashes of every file and of the manifest itself.
+"""The manifest of a snapshot: its contents, with the hashes of every file and of the manifest itself.
 
 Hosts that do not share a directory have a manifest each, of the files that their ranks have written: all with the same
-number and id. When the files of several hosts are put into one directory, that one holds what all of them hold.
+number and id. When the files of several hosts are put into one directory, that directory holds all of it.
 """
 
 import hashlib
@@ -24,17 +24,17 @@ FILE = "manifest.json"
 NAME = re.compile(r"manifest(?:-\d{5,})?\.json\Z")
 FORMAT = 3
 ONE_WRITER = 2  # an older format, in which rank 0 wrote everything
-WHOLE_FILES = 1  # and one with one hash for every file
-# The hash covers all bytes before this end, as they are: a flipped bit anywhere is seen, also in white space.
+WHOLE_FILES = 1  # an older one with a single hash per file
+# The hash covers all bytes before this ending, so a flipped bit is detected anywhere, even in white space.
 _END = re.compile(rb'",\n "sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a snapshot consists of. `number` counts saves in the order of writing, and `id` is unlike any other.
+    """What a snapshot consists of. `number` counts saves in the order of writing, and `id` is unique.
 
     `compared` is how many ranks were found to hold the same state when it was saved. It is 1 in a world of one, which
-    has nobody to compare with, and 0 where nothing was compared, as by versions before this was done.
+    has nothing to compare, and 0 if nothing was compared, as in older versions.
     """
 
     step: int
@@ -85,10 +85,10 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def from_bytes(raw: bytes) -> Manifest:
-    """The manifest. Raises Malformed if a byte of it has changed, or if it is of another kind."""
+    """Parse a manifest. Raises Malformed if a byte of it has changed, or if it is not a manifest."""
     end = _END.search(raw)
     if end is None:
-        raise Malformed("it has no hash at its end")
+        raise Malformed("it does not end with a hash")
     expected = end[1].decode()
     found = hashlib.sha256(raw[: end.start()]).hexdigest()
     if found != expected:
@@ -96,17 +96,17 @@ def from_bytes(raw: bytes) -> Manifest:
     fields = parse_json(raw, "a manifest")
     if not isinstance(fields, dict) or fields.get("format") not in (WHOLE_FILES, ONE_WRITER, FORMAT):
         known = fields.get("format") if isinstance(fields, dict) else fields
-        raise Malformed(f"it has format {shown(known)}, expected at most {FORMAT}; a newer paceline wrote it")
+        raise Malformed(f"it has format {shown(known)}, expected at most {FORMAT}; it was written by a newer paceline")
     written = typed(_Written, {name: fields[name] for name in fields.keys() & _NAMES}, "a manifest")
     if bad := next((name for name in written.files if not _FILE_NAME.fullmatch(name)), None):
-        raise Malformed(f"it names a file {shown(bad)!r}, expected names of files; that is outside of the snapshot")
+        raise Malformed(f"it lists a file {shown(bad)!r} outside the snapshot; expected plain file names")
     files = {name: _record(**asdict(record)) for name, record in written.files.items()}
     return Manifest(**{**{name: getattr(written, name) for name in _NAMES}, "files": files})
 
 
 @dataclass(frozen=True)
 class _WrittenFile:
-    """What a manifest of any format says of a file."""
+    """The entry of a file in a manifest of any format."""
 
     size: int
     sha256: str | tuple[str, ...]
@@ -134,7 +134,7 @@ _FILE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\0\ud800-\udfff]{1,255}", re.DOTALL)
 
 
 def _record(size: int, sha256: str | tuple[str, ...], chunk: int | None = None) -> FileRecord:
-    """What the manifest says of a file. Without `chunk` the file has one hash."""
+    """The manifest's entry of a file. Without `chunk` the file has one hash."""
     found = FileRecord(size, max(size, 1), (sha256,)) if isinstance(sha256, str) else None
     found = found or FileRecord(size, int(chunk or 0), tuple(sha256))
     if size < 0 or found.chunk < 1 or len(found.sha256) != max(1, -(-found.size // found.chunk)):

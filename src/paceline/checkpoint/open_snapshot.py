@@ -1,4 +1,4 @@
-"""A snapshot whose files are open: verified first, and then read straight into the tensors that are there."""
+"""A snapshot whose files are open: verified first, and then read straight into existing tensors."""
 
 import hashlib
 import os
@@ -15,8 +15,8 @@ Chunk = tuple[str, int]  # the name of a file, and which of its chunks
 
 
 class OpenSnapshot:
-    """The files of a snapshot. What becomes of their names does not matter while it exists. Raises Damaged, also when
-    it is made, if they are not what was written."""
+    """The files of a snapshot. They stay readable even if they are renamed or removed. Raises Damaged, also when
+    it is made, if they differ from what was written."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
@@ -35,7 +35,7 @@ class OpenSnapshot:
         return [(name, n) for name, record in self.snapshot.manifest.files.items() for n in range(len(record.sha256))]
 
     def chunks_of(self, name: str, begin: int, end: int) -> Iterator[Chunk]:
-        """The chunks of a file that have some of these bytes."""
+        """The chunks of a file that cover these bytes."""
         size = self.snapshot.manifest.files[name].chunk
         yield from ((name, number) for number in range(begin // size, -(-end // size)))
 
@@ -76,7 +76,7 @@ class OpenSnapshot:
             memory, offset = memory[count:], offset + count
 
     def read_soon(self, name: str, offset: int, memory: memoryview) -> None:
-        """As `read`; what is large is there only when `finish` has returned, so that several threads can read."""
+        """As `read`, but large reads are only complete when `finish` has returned, so that several threads can read."""
         if self._threads == 1 or len(memory) < PIECE:
             self.read(name, offset, memory)
             return
@@ -84,7 +84,7 @@ class OpenSnapshot:
         self._under_way.append(self._pool.submit(self.read, name, offset, memory))
 
     def finish(self) -> None:
-        """Wait for all that was to be read."""
+        """Wait for all reads to complete."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
@@ -99,7 +99,7 @@ class OpenSnapshot:
         return bytes(found)
 
     def header(self, name: str) -> tuple[int, Mapping[str, object], dict[str, TensorEntry]]:
-        """Where the bytes of a file's tensors begin, its metadata, and the tensors. Raises ValueError if it is not in
+        """The offset of a file's tensor data, its metadata, and its tensors. Raises ValueError if it is not in
         the safetensors format."""
         size = self.snapshot.manifest.files[name].size
         start = memoryview(bytearray(min(8, size)))

@@ -1,4 +1,4 @@
-"""What a rank reads of the saved state of an optimizer: all of it, or its part where the optimizer is over shards."""
+"""The part of a saved optimizer state that a rank reads: all of it, or its shard if the optimizer is sharded."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from paceline.checkpoint.stored_tensor import StoredTensor, fill, stored_in
 from paceline.errors import Malformed
 from paceline.stored.tensor_part import TensorPart
 
-MASTER = "master"  # the key under which an optimizer over shards keeps its wide copy of a parameter
+MASTER = "master"  # the key under which an optimizer over shards keeps its float32 copy of a parameter
 
 
 def check_optimizer_form(saved: Any) -> None:
-    """Raise Malformed unless this is the state of an optimizer as torch makes it: states by parameter, and groups."""
+    """Raise Malformed unless this is an optimizer state in torch's form: states by parameter, and groups."""
     state, groups = (saved.get("state"), saved.get("param_groups")) if isinstance(saved, dict) else (None, None)
     states = isinstance(state, dict) and all(isinstance(values, dict) for values in state.values())
     listed = isinstance(groups, list) and all(
@@ -30,15 +30,15 @@ def check_optimizer_form(saved: Any) -> None:
 def _of_params(
     saved: Mapping[str, Any], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[Any, torch.Tensor, Any, dict[str, Any]]]:
-    """Of each parameter that an optimizer updates, its place in a saved state, what is updated, its shard if it is one,
-    and what was saved of it."""
+    """For each parameter of an optimizer: its index in a saved state, the tensor that is updated, its shard if it is
+    one, and its saved state."""
     places = [place for group in saved.get("param_groups", ()) for place in group["params"]]
     for (param, shard), place in zip(updated(optimizer), places, strict=False):
         yield place, param, shard, saved["state"].get(place, {})
 
 
 def _is_cut(optimizer: torch.optim.Optimizer, shard: Any, name: str, value: Any) -> bool:
-    """Whether a rank needs its part only of a state of the whole parameter."""
+    """Whether a rank needs only its part of a state of the whole parameter."""
     if shard is None or not isinstance(value, StoredTensor) or value.shape != shard.form.shape:
         return False
     return bool(value.shape) or name == MASTER or name in kept_per_element(optimizer)
@@ -56,7 +56,7 @@ def wanted_of(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Ite
 
 
 def filled_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, read into what it has, or into new tensors where its parameters are."""
+    """The state of an optimizer, read into its existing tensors, or into new ones on the device of its parameters."""
     state: dict[Any, Any] = dict(saved["state"])
     for place, param, shard, values in _of_params(saved, optimizer):
         known: dict[str, Any] = optimizer.state.get(param, {})
@@ -67,7 +67,7 @@ def filled_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> 
                     into = shard.value.detach() if name == MASTER else known.get(name)
                     found[name] = _read_part(value, into, shard)
             elif name == MASTER:
-                continue  # kept by another run, and of no use here
+                continue  # saved by another run, and not needed here
             elif isinstance(value, StoredTensor) and value.shape == param.shape and name != "step":
                 found[name] = value.load(known.get(name), param.device)
             else:

@@ -1,4 +1,4 @@
-"""What the user is told of saves and loads."""
+"""What saves and loads report to the user."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,11 @@ class CheckpointEvent:
 
 @dataclass(frozen=True)
 class Saved:
-    """The outcome of a call of `save`, as far as it is known.
+    """The outcome of a call to `save`, as far as it is known.
 
     `blocked_s` is how long the call blocked this rank, of which `waited_s` for the previous write. `skipped` says that
-    the previous write was still under way, so nothing was saved. `problem` is what is known to have gone wrong: with
-    the previous save, or with this one if it was not asynchronous.
+    the previous write was still under way, so nothing was saved. `problem` is an error that is already known: of
+    the previous save, or of this one if it was not asynchronous.
     """
 
     step: int
@@ -37,9 +37,9 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded. `skipped` are the snapshots that were passed over.
+    """What was loaded. `skipped` are the snapshots that were skipped as damaged.
 
-    `more` holds all else that was saved: tensors on the CPU, and for what was `PerRank` a list of all ranks' values.
+    `more` holds everything else that was saved: tensors on the CPU, and for a `PerRank` a list of all ranks' values.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What ranks tell each other about checkpoints, by checked collectives. A world of one tells itself."""
+"""Checked collectives with which ranks agree about checkpoints. They work in a world of one, too."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from paceline.stored.tensor_file import bytes_of
 
 OptionalGroup = dist.ProcessGroup | None
 HEAD = 8192  # bytes of every rank that are gathered at once
-MOST_THREADS = 8  # that verify on one rank: more than these, and memory is the limit
+MOST_THREADS = 8  # that verify on one rank; with more, memory bandwidth is the limit
 
 
 def rank_and_size(group: OptionalGroup) -> tuple[int, int]:
@@ -34,7 +34,7 @@ def rank_and_size(group: OptionalGroup) -> tuple[int, int]:
 
 
 def gather_bytes(blob: bytes, group: OptionalGroup) -> list[bytes]:
-    """The bytes of every rank, of any length. What is short takes one collective: its length travels with it."""
+    """The bytes of every rank, of any length. Short values take one collective: their length is sent along."""
     heads = _gather_padded(len(blob).to_bytes(8, "little") + blob[: HEAD - 8], HEAD, group)
     sizes = [int.from_bytes(head[:8], "little") for head in heads]
     longest = max(sizes) - (HEAD - 8)
@@ -54,16 +54,16 @@ def gather(value: Any, group: OptionalGroup) -> list[Any]:
 
 
 def text_hash(text: str) -> str:
-    """What ranks compare in place of a long text."""
+    """A hash that ranks compare instead of a long text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def homes_of(directory: Path, group: OptionalGroup) -> list[int] | None:
     """For each rank, the lowest of those that see the same `directory`. All ranks call it.
 
-    Hosts that do not share a directory each have their own, so every rank puts down a file and looks for those of lower
-    ranks. None means that some rank could not: then rank 0 alone should write, whose write will say what is wrong, and
-    the question is worth asking again.
+    Hosts that do not share a directory each have their own, so every rank creates a file and looks for those of lower
+    ranks. None means that some rank could not: then rank 0 alone should write, and its error will say what is wrong;
+    ask again later.
     """
     rank, size = rank_and_size(group)
     if size == 1:
@@ -78,9 +78,9 @@ def homes_of(directory: Path, group: OptionalGroup) -> list[int] | None:
         put_down = False
     try:
         everywhere = all(gather(put_down, group))
-        # Asked by name: a listing may be out of date where the directory is on another machine.
+        # Looked up by name: on a network file system a listing may be out of date.
         lowest = next((other for other in range(rank) if os.path.lexists(directory / f"{probe}{other}")), rank)
-        homes = gather(lowest, group)  # all have looked
+        homes = gather(lowest, group)  # all ranks have looked
     finally:
         if put_down:
             (directory / f"{probe}{rank}").unlink()
@@ -90,11 +90,11 @@ def homes_of(directory: Path, group: OptionalGroup) -> list[int] | None:
 class Looked(Protocol):
     """A snapshot that a rank is about to read from."""
 
-    problem: str  # why it cannot, as far as that is known without reading all of it
+    problem: str  # why it cannot, as far as known without reading all of it
 
     @property
     def needed(self) -> Sequence[Chunk]:
-        """What it will read, or, where there is a problem, what could explain it."""
+        """The chunks it will read or, if there is a problem, those that could explain it."""
 
     def verify(self, chunks: Sequence[Chunk], threads: int) -> None:
         """Compare the bytes of some chunks with the manifest. Raises Damaged."""
@@ -106,10 +106,10 @@ Look = Callable[[Snapshot], Looked]  # raises Damaged
 def newest_on_all(
     found: Sequence[Snapshot], refused: Sequence[Damaged], look: Look, group: OptionalGroup
 ) -> tuple[Snapshot | None, tuple[Skipped, ...]]:
-    """The newest snapshot that is good on every rank, and what was passed over, the same on all ranks.
+    """The newest snapshot that is intact on every rank, and those that were skipped; the same on all ranks.
 
-    `found` is what this rank sees, newest first. In each round every rank names the newest that it has, those that
-    named a newer one than others go down to theirs, and ranks that see the same files verify a part each of what any of
+    `found` is what this rank sees, newest first. In each round every rank names the newest that it has, ranks that
+    named a newer one than others go back to theirs, and ranks that see the same files each verify a part of what any of
     them needs.
     """
     rank = rank_and_size(group)[0]
@@ -142,7 +142,7 @@ def newest_on_all(
 
 
 def _verify_together(snapshot: Snapshot, look: Look, sharing: Sequence[int], group: OptionalGroup) -> str:
-    """Verify this rank's part of what the ranks `sharing` its files need. Returns what is wrong, if anything is."""
+    """Verify this rank's part of what the ranks `sharing` its files need. Returns the problem, if there is one."""
     looked, why, runs = None, "", dict[str, list[list[int]]]()
     try:
         looked = look(snapshot)
@@ -171,7 +171,7 @@ def _verify_together(snapshot: Snapshot, look: Look, sharing: Sequence[int], gro
 
 
 def _runs(chunks: Iterable[Chunk]) -> dict[str, list[list[int]]]:
-    """Chunks as ranges of numbers, by file: few, as a rank reads long stretches."""
+    """Chunks as ranges of numbers, by file. There are few, because a rank reads long stretches."""
     found: dict[str, list[list[int]]] = {}
     for name, number in sorted(set(chunks)):
         spans = found.setdefault(name, [])
@@ -184,7 +184,7 @@ def _runs(chunks: Iterable[Chunk]) -> dict[str, list[list[int]]]:
 
 @contextmanager
 def raising_together(group: OptionalGroup) -> Iterator[None]:
-    """Raise on all ranks if there is a problem on any."""
+    """Raise on all ranks if any rank has a problem."""
     problem: Exception | None = None
     try:
         yield

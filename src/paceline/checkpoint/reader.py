@@ -1,4 +1,4 @@
-"""What a snapshot holds, and how it is put into the objects of a run."""
+"""The contents of a snapshot, and how they are loaded into the objects of a run."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +38,12 @@ _TEXT: Any = str | None
 _TEXTS: Any = list[str] | None
 _KERNELS: Any = dict[str, str] | None
 _COUNT: Any = int | None
-# States of torch's optimizers that have an entry for every element of their parameter.
+# The states of torch's optimizers that have one entry per element of the parameter.
 SHAPED_LIKE_PARAMS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta", "sum")
 
 
 class Targets:
-    """The objects of a run that a snapshot is loaded into. Made by all ranks together."""
+    """The objects of a run that a snapshot is loaded into. All ranks create it together."""
 
     def __init__(
         self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any]
@@ -56,8 +56,8 @@ class Targets:
 class Restored:
     """The values of one snapshot, with tensors still in its files. Raises Damaged if its parts do not fit.
 
-    `rank` of `size` loads it, and gets the values of that rank where ranks had different ones. What is put into the
-    objects of a run is checked before any of them is changed.
+    `rank` of `size` loads it, and gets that rank's values where ranks had different ones. Everything is checked
+    before an object of the run is changed.
     """
 
     def __init__(self, opened: OpenSnapshot, rank: int, size: int) -> None:
@@ -79,13 +79,13 @@ class Restored:
             self._kernels = typed(_KERNELS, tree.get("kernels"), "the kernels of a run")
             self._lanes = typed(_COUNT, tree.get("lanes"), "the number of lanes")
             self.more: dict[str, Any] = decode_tree(tree["more"], rest.leaf)
-            self._per_rank = typed(list[str], tree["per_rank"], "what each rank has of its own")
+            self._per_rank = typed(list[str], tree["per_rank"], "the values of each rank")
             self._check_form()
         except UNREADABLE as error:
-            raise Damaged(opened.snapshot.path, f"its parts do not fit together: {error}") from error
+            raise Damaged(opened.snapshot.path, f"its parts do not match: {error}") from error
 
     def _check_form(self) -> None:
-        """Raise Malformed unless model and optimizer are what torch takes for their states."""
+        """Raise Malformed unless the states of model and optimizer are in torch's form."""
         described = self.snapshot.manifest.model
         for name, value in (self.model or {}).items():
             is_tensor = isinstance(value, StoredTensor)
@@ -99,7 +99,7 @@ class Restored:
             check_optimizer_form(self.optimizer)
         by_rank = isinstance(self.more, dict) and all(isinstance(self.more.get(name), list) for name in self._per_rank)
         if not by_rank:
-            raise Malformed("what was saved beside model and optimizer has no names, or not the values of all ranks")
+            raise Malformed("the values beside model and optimizer have no names, or lack those of some ranks")
 
     def check_complete(self) -> None:
         """Raise Damaged unless all tensors of model and optimizer are in the files."""
@@ -108,7 +108,7 @@ class Restored:
                 raise Damaged(self.snapshot.path, lacking(self.snapshot, stored, hole))
 
     def wanted(self, targets: Targets) -> Iterator[tuple[StoredTensor, int, int]]:
-        """Which elements of which tensors will be read for these objects, also if they turn out not to fit."""
+        """The elements of the tensors that will be read for these objects, even if they turn out not to fit."""
         for name, stored in (self.model or {}).items() if targets.model is not None else ():
             part = targets.state.get(name)
             for one in stored_in(stored):
@@ -153,7 +153,7 @@ class Restored:
                 )
 
     def other_bits(self, model: nn.Module | None, more: Mapping[str, Any]) -> list[str]:
-        """Why a run in lanes will not continue with the bits of the one that was saved, as far as that is known."""
+        """Why a run in lanes may not continue bit-identically, as far as that is known."""
         lanes = lanes_in(model, more)
         if not lanes or self._kernels is None:  # saved before this was recorded
             return []
@@ -161,10 +161,10 @@ class Restored:
         return [f"lanes: {self._lanes} and {lanes}"] * (self._lanes != lanes) + kernels
 
     def put(self, targets: Targets) -> None:
-        """Read into the tensors of the objects; first of those that may refuse their state, as a Loader does.
+        """Read into the tensors of the objects, starting with those that may refuse their state, as a Loader does.
 
-        Their load_state_dict() gets the tensors that they have already, and so copies nothing. Raises Damaged if the
-        files cannot be read any more.
+        Their load_state_dict() gets their own tensors, and so copies nothing. Raises Damaged if the files cannot be
+        read any more.
         """
         for name, value in targets.more.items():
             state = self.more[name]
@@ -187,12 +187,12 @@ class Restored:
         filled = self._read(filled_state(saved, optimizer))
         try:
             optimizer.load_state_dict(filled)
-        except (TypeError, LookupError, AttributeError) as error:  # torch looks at no type before it uses a value
-            why = f"{name}: a {kind_of(optimizer)} does not take its values ({type(error).__name__}: {error})"
+        except (TypeError, LookupError, AttributeError) as error:  # torch uses values without checking their types
+            why = f"{name}: a {kind_of(optimizer)} rejects its values ({type(error).__name__}: {error})"
             raise Damaged(self.snapshot.path, why) from error
 
     def _read(self, filled: Any) -> Any:
-        """The same value, when all of it has been read."""
+        """The value, once all of it has been read."""
         self._opened.finish()
         return filled
 
@@ -248,10 +248,10 @@ class Restored:
 
 
 def lacking(snapshot: Snapshot, stored: StoredTensor, hole: tuple[int, int]) -> str:
-    """What to do about elements of a tensor that are in no file of the directory."""
+    """The message for elements of a tensor that are in no file of the directory."""
     listed = ", ".join(map(str, snapshot.manifest.ranks))
     return (
-        f"the elements {hole[0]} to {hole[1]} of {stored.name!r} are not here: the directory has the files of rank "
+        f"elements {hole[0]} to {hole[1]} of {stored.name!r} are missing: the directory has the files of rank "
         f"{listed} of {snapshot.manifest.world_size}, and a rank that does not share this directory "
         f"wrote these elements to its own; copy all files of that directory's {snapshot.path.name} into this one"
     )

@@ -10,8 +10,8 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class Keep:
-    """The `newest` of different steps; of every `every` steps, from the first multiple on, the first that was saved;
-    and the one with the `best` metric, "min" or "max"."""
+    """The `newest` of different steps; the first snapshot of every `every` steps, from the first multiple on; and the
+    one with the `best` metric, "min" or "max"."""
 
     newest: int = 2
     every: int | None = None
@@ -28,7 +28,7 @@ class Keep:
             raise UsageError(f"best must be 'min' or 'max', got {self.best!r}")
 
     def milestones(self, found: Iterable[Snapshot]) -> list[Snapshot]:
-        """Of snapshots of different steps, those that are kept for good."""
+        """The snapshots that are kept permanently."""
         if self.every is None:
             return []
         first: dict[int, Snapshot] = {}
@@ -45,9 +45,10 @@ class Keep:
 
 
 def remove_older(directory: Path, keep: Keep, refused: Sequence[Path]) -> list[Path]:
-    """Remove all that is older than the newest good snapshots and not kept otherwise. Returns what was removed.
+    """Remove all that are older than the newest intact snapshots and not kept for another reason. Returns what was
+    removed.
 
-    `refused` are known to be damaged and do not count as good.
+    `refused` are known to be damaged and do not count as intact.
     """
     found, broken = survey(directory)
     good = [one for one in found if one.path not in refused and has_all_files(one)]
@@ -59,7 +60,7 @@ def remove_older(directory: Path, keep: Keep, refused: Sequence[Path]) -> list[P
     steps, paths = {one.step for one in kept}, {one.path for one in kept}
     copies = [one.path for one in good if one.step in steps and one.path not in paths]
     older: list[Path] = []
-    if len(newest) == keep.newest:  # otherwise what is damaged may still be useful
+    if len(newest) == keep.newest:  # otherwise damaged ones may still be useful
         oldest = min(one.manifest.number for one in newest)
         older = [one.path for one in found if one.manifest.number < oldest and one.path not in {*paths, *copies}]
         older += [error.path for error in broken if step_of(error.path) < min(one.step for one in newest)]

@@ -1,4 +1,5 @@
-"""The directory of a run as one rank sees it: who else sees it, who saves there, and the number of the next save."""
+"""The directory of a run as one rank sees it: which other ranks see it, which run saves there, and the number of the
+next save."""
 
 import os
 from collections.abc import Sequence
@@ -27,11 +28,11 @@ class RunDirectory:
         return self._homes or [0] * rank_and_size(group)[1]
 
     def follow_group(self) -> None:
-        """The world has changed: which ranks see the same directory is asked again."""
+        """The world has changed: ask again which ranks see the same directory."""
         self._homes = None
 
     def own(self) -> str:
-        """Keep other runs from saving here. Returns who does so already, or nothing."""
+        """Keep other runs from saving here. Returns the current holder, or an empty string."""
         try:
             make_directory(self.path)
             return self._lock.acquire()
@@ -43,7 +44,7 @@ class RunDirectory:
         self._lock.release()
 
     def refuse_second(self, holders: Sequence[str]) -> NoReturn:
-        """Raise for a run that would save where another one does. `holders`: what `own` returned on each rank."""
+        """Raise in a run that would save where another run does. `holders`: what `own` returned on each rank."""
         rank, holder = next((rank, text) for rank, text in enumerate(holders) if text)
         raise UsageError(
             f"rank {rank} cannot save to {self.path}: {holder} saves there, and two runs in one directory would "
@@ -61,6 +62,6 @@ class RunDirectory:
         return self.number + 1
 
     def remaining(self) -> str:
-        """The names of the snapshots that are there, as text."""
+        """The names of the existing snapshots, as text."""
         kept = snapshots.listed(self.path) if os.access(self.path, os.R_OK | os.X_OK) else []
         return ", ".join(path.name for path in kept) or "none"

@@ -1,4 +1,4 @@
-"""One save on one rank: its share of the state is copied, compared with that of the others, and written by a thread."""
+"""One save on one rank: copy its share of the state, compare it with the other ranks, and write it in a thread."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from paceline.checkpoint.writer import Parts, write_part, write_snapshot
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What all ranks have agreed on, and what this one writes."""
+    """What all ranks have agreed on, and this rank's part of the write."""
 
     directory: Path
     manifest: Manifest
@@ -40,16 +40,16 @@ class SavePlan:
 
 
 class Save:
-    """A save that is under way: made while training waits, and written beside it."""
+    """A save that is under way: copied while training waits, and written in the background."""
 
     def __init__(self, plan: SavePlan, copies: Mapping[str, HostCopy], group: OptionalGroup) -> None:
         """Copy this rank's share and compare the state. All ranks do so together."""
-        # Without the tensors themselves: whoever keeps this would keep them alive.
+        # Without the tensors themselves, which this object would keep alive.
         self._plan = replace(plan, deal=plan.deal._replace(shares={}, compared=[], entries=[]))
         self._files = [
             name for name, share in plan.deal.shares.items() if share.tensors or plan.manifest.world_size == 1
         ]
-        self._expected: list[tuple[str, str, str, int]] = []  # by file and entry: of which tensor, with which digest
+        self._expected: list[tuple[str, str, str, int]] = []  # file, entry, name of the tensor, digest
         self._copies = copies
         self._joint = JointWrite(plan.home, plan.team, plan.rank) if len(plan.team) > 1 else None
         self._failed: Exception | None = None
@@ -66,15 +66,15 @@ class Save:
                 digests, notes = compare(plan.manifest.step, plan.deal.compared, note, group)
                 self._expect(plan.deal, digests)
                 other = next((rank for rank in plan.team if notes[rank]), None)
-                if self._failed is None and other is not None:  # then none of the team begins
+                if self._failed is None and other is not None:  # then no rank of the team begins
                     self._failed = CheckpointError(f"rank {other} cannot write: {notes[other]}")
         except BaseException:
             self._give_up()
             raise
 
     def write(self) -> Snapshot | None:
-        """Write this rank's share, with the help of no other rank but by files. Returns the snapshot if it is this rank
-        that completes it."""
+        """Write this rank's share, coordinating with other ranks through files only. Returns the snapshot if this rank
+        completes it."""
         plan, joint = self._plan, self._joint
         if self._failed is not None:
             self._give_up()
@@ -84,7 +84,7 @@ class Save:
             write_part(files, self._check, joint)
             return None
         files[file_name(TREE, plan.rank)] = [plan.tree]
-        with suppress(OSError):  # first of all, because it may make room; tidying tries again, and reports
+        with suppress(OSError):  # first, because it may free space; tidying tries again, and reports errors
             snapshots.remove_abandoned(plan.directory)
         manifest = replace(plan.manifest, ranks=plan.team)
         return write_snapshot(plan.directory, manifest, files, check=self._check, joint=joint)
@@ -95,7 +95,7 @@ class Save:
                 self._expected.append((*entry, piece.name, digest))
 
     def _check(self) -> None:
-        """Raise CheckpointError if what was written is not what ranks have compared."""
+        """Raise CheckpointError if what was written differs from what the ranks compared."""
         for file, entry, name, digest in self._expected:
             check_copy(name, self._copies[file].taken()[entry], digest)
 

@@ -1,5 +1,5 @@
-"""What a model and an optimizer hold in shards, without gathering it. Replicas and optimizers over shards are looked up
-by name, because not every model and optimizer here is one of ours."""
+"""The shards of a model and an optimizer, without gathering them. Replicas and sharded optimizers are looked up
+by name, because not every model and optimizer here is paceline's."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -31,7 +31,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     try:
         with owned.units.in_shards():
             state: dict[str, Any] = bare(model).state_dict(keep_vars=True)
-    except NotWhole:  # the model computes something from its parameters for its state
+    except NotWhole:  # the model computes its state from its parameters
         return bare(model).state_dict()
     for name, value in state.items():
         shard = owned.find(value) if isinstance(value, torch.Tensor) else None
@@ -41,24 +41,25 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(value: Any) -> Any:
-    """The state_dict() of an optimizer or another object, with a TensorPart for what ranks hold in shards."""
+    """The state_dict() of an optimizer or another object, with a TensorPart for everything that ranks hold in
+    shards."""
     return value.state_in_shards() if hasattr(value, "state_in_shards") else value.state_dict()
 
 
 def updated(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Any]]:
-    """What an optimizer updates, each with the shard that it is, or None for a parameter that is whole."""
+    """The tensors that an optimizer updates, each with its shard, or None for a whole parameter."""
     if hasattr(optimizer, "_shards"):
         return list(optimizer._shards())
     return [(param, None) for group in optimizer.param_groups for param in group["params"]]
 
 
 def kept_per_element(optimizer: torch.optim.Optimizer) -> Iterable[str]:
-    """What an optimizer over shards keeps for every element of a parameter."""
+    """The states of a sharded optimizer that have one entry per element of a parameter."""
     return getattr(optimizer, "_per_element", frozenset())
 
 
 def names_of_params(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> list[str] | None:
-    """The model's names of the parameters that an optimizer updates, in its order. None: not all are of the model."""
+    """The model's names of the parameters that an optimizer updates, in its order. None if some are not the model's."""
     if model is None:
         return None
     owned = sharded_parameters(model)

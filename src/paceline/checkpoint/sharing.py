@@ -1,4 +1,4 @@
-"""What each rank writes of a training state, as tensors and the names they get in its files."""
+"""The tensors of a training state that each rank writes, and their names in its files."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ Described = dict[str, Any]
 
 
 class Share(NamedTuple):
-    """What one rank writes to one file: tensors by the name of their entry, and for those that are parts, of what."""
+    """What one rank writes to one file: tensors by the name of their entry and, for parts, the tensor they belong
+    to."""
 
     tensors: dict[str, torch.Tensor]
     parts: dict[str, tuple[str, int, Sequence[int], Order]]  # the tensor's name, the first element, shape and order
@@ -38,7 +39,7 @@ class Deal(NamedTuple):
 
 
 def describe(state: TrainingState) -> Described:
-    """What the other ranks must know of this rank's state to deal it out; small, and gathered with other things."""
+    """What other ranks must know about this rank's state to deal it out. Small; gathered with other values."""
     found: Described = {}
     for file, tensors in state.files.items():
         parts = {name: value for name, value in tensors.items() if isinstance(value, TensorPart)}
@@ -59,7 +60,7 @@ def deal(
 ) -> Deal:
     """Deal the state out. `described` is that of all ranks, and `homes` for each the lowest that shares its directory.
 
-    What is not known to be equal on all ranks is written by the lowest rank of each directory, as it has it.
+    The lowest rank of each directory writes its own copy of what is not known to be equal on all ranks.
     """
     held: list[Held] = []
     files: list[str] = []
@@ -108,7 +109,7 @@ def deal(
 def _cut(
     value: torch.Tensor | TensorPart, piece: Stripe
 ) -> tuple[torch.Tensor, tuple[int, Sequence[int], Order] | None]:
-    """The elements of a piece, and of what they are a part: from where on, of which shape, in which order."""
+    """The elements of a piece, and the part that they are: first element, shape, and order of the whole tensor."""
     like = value.form if isinstance(value, TensorPart) else value
     order = order_of(like)
     natural = tuple(range(like.dim()))
@@ -126,7 +127,7 @@ def _put(share: Share, name: str, elements: torch.Tensor, part: tuple[int, Seque
         part = (0, list(elements.shape), tuple(range(elements.dim())))
     if part is not None:
         entry = f"{name}[{part[0]}:{part[0] + elements.numel()}]"
-        while entry in share.tensors:  # a tensor has this very name
+        while entry in share.tensors:  # a tensor already has this name
             entry += "'"
         share.parts[entry] = (name, *part)
     share.tensors[entry] = elements

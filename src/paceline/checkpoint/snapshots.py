@@ -1,4 +1,4 @@
-"""The snapshots in a directory: found, compared with their manifests byte for byte, and removed."""
+"""The snapshots in a directory: finding, verifying and removing them."""
 
 import fcntl
 import os
@@ -27,7 +27,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot on disk: where it is, and what its manifest says."""
+    """A snapshot on disk: its path, and its manifest."""
 
     path: Path
     manifest: Manifest
@@ -64,7 +64,7 @@ def listed(directory: Path) -> list[Path]:
 
 
 def read(path: Path) -> Snapshot:
-    """What the manifests in `path` say; the other files are not looked at. Raises Damaged."""
+    """Read the manifests in `path`, but no other files. Raises Damaged."""
     try:
         names = sorted(entry.name for entry in os.scandir(path) if manifests.NAME.match(entry.name))
     except OSError as error:
@@ -107,7 +107,7 @@ def survey(directory: Path) -> tuple[list[Snapshot], list[Damaged]]:
 
 
 def has_all_files(snapshot: Snapshot) -> bool:
-    """Whether all files are there with their sizes; cheap, and enough to decide what to keep."""
+    """Whether all files are there with their sizes; cheap, and sufficient to decide what to keep."""
     for name, record in snapshot.manifest.files.items():
         try:
             if (snapshot.path / name).lstat().st_size != record.size:
@@ -134,17 +134,17 @@ def open_file(file: Path) -> tuple[int, int]:
 
 
 def place_of(snapshot: Snapshot) -> str:
-    """Equal on ranks that read the very same files, from the memory of one host."""
+    """A text that is equal on ranks of one host that read the same files."""
     host = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
     try:
         status = snapshot.path.stat()
-    except OSError:  # it has just been removed, as its files will tell
+    except OSError:  # it has just been removed, which reading its files will show
         return f"{host} process {os.getpid()}"
     return f"{host} {status.st_dev} {status.st_ino}"
 
 
 def remove(path: Path) -> None:
-    """Remove a snapshot. It loses its name first, so that a partial one is never seen."""
+    """Remove a snapshot. It is renamed first, so that a partial one is never visible."""
     aside = temporary(path.parent, path.name, "old")
     path.rename(aside)
     with suppress(FileNotFoundError):  # another run in this directory has removed it as abandoned
@@ -159,10 +159,10 @@ def step_of(path: Path) -> int:
 
 @contextmanager
 def held(path: Path) -> Iterator[int]:
-    """Marks a temporary directory as in use by this process, until it ends in whatever way. Gives its descriptor."""
+    """Mark a temporary directory as in use until this process ends. Yields its descriptor."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks: then nobody else can take it for abandoned either
+        with suppress(OSError):  # a file system without locks: then no other process can take it for abandoned
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield descriptor
     finally:

@@ -1,4 +1,5 @@
-"""The state of a training run as files: described on every rank, copied where it is written, compared in shape."""
+"""The state of a training run as files: described on every rank, copied on the rank that writes it, and compared by
+shape."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ class TrainingState:
     tree: bytes
     files: Mapping[str, Mapping[str, torch.Tensor | TensorPart]]  # by the name of the file that holds them
     shapes: Mapping[str, TensorSpec]
-    equal: Mapping[str, Collection[str]]  # by file: the names of what has the same bits on all ranks that hold it
+    equal: Mapping[str, Collection[str]]  # by file: the names of tensors with the same bits on all ranks that hold them
 
 
 def state_of(value: Any) -> Any:
@@ -85,7 +86,7 @@ def capture(
 def encoded(
     weights: Mapping[str, Any], optimizer: Mapping[str, Any] | None, params: Sequence[str] | None
 ) -> tuple[bytes, dict[str, Tensors]]:
-    """States that come from elsewhere as the tree and the files of a snapshot."""
+    """States from another source, as the tree and the files of a snapshot."""
     model, rest = Encoder(), Encoder()
     tree: dict[str, Any] = {"model": model.encode(dict(weights)), "more": {}, "per_rank": []}
     if optimizer is not None:
@@ -94,8 +95,8 @@ def encoded(
 
 
 def _replicas(model: nn.Module | None, weights: Encoder, *, buffers: bool) -> set[str]:
-    """What of a model is the same on all ranks. Buffers are the same only in lanes: elsewhere each rank makes its own,
-    and takes over those of another rank when its next forward begins."""
+    """The tensors of a model that are equal on all ranks. Buffers are equal only in lanes: elsewhere each rank updates
+    its own, until the next forward broadcasts those of one rank."""
     if model is None:
         return set()
     ignored = getattr(model, "parameters_to_ignore", ())
@@ -106,7 +107,7 @@ def _replicas(model: nn.Module | None, weights: Encoder, *, buffers: bool) -> se
 
 
 def lanes_in(model: nn.Module | None, more: Mapping[str, Any]) -> int | None:
-    """How many lanes the replica among these trains in. Looked up by name: not every model here is one of ours."""
+    """How many lanes the replica among these trains in. Looked up by name: not every model here is paceline's."""
     found = (getattr(value, "_lane_count", None) for value in (model, *more.values()) if isinstance(value, nn.Module))
     return next((lanes for lanes in found if isinstance(lanes, int)), None)
 
@@ -122,14 +123,14 @@ def whole_shapes(optimizer: torch.optim.Optimizer) -> list[torch.Size]:
 
 
 def kernels_of(model: nn.Module | None) -> dict[str, str]:
-    """What the last bits of a step depend on, beside what is trained."""
+    """Settings that the last bits of a step depend on."""
     device = next((param.device for param in model.parameters()), None) if model is not None else None
     compiled = any(hasattr(one, "_orig_mod") for one in (model, getattr(model, "module", None)))
     return kernel_settings(device) | {"compiled": str(compiled)}
 
 
 class HostCopy:
-    """Host memory for the tensors of one file. It is kept, because fresh memory costs more than the copy into it."""
+    """Host memory for the tensors of one file. It is reused, because fresh memory costs more than the copy into it."""
 
     def __init__(self) -> None:
         self._layout = lay_out({})
@@ -152,12 +153,12 @@ class HostCopy:
         self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def taken(self) -> dict[str, torch.Tensor]:
-        """The copies, when they are complete."""
+        """Wait for the copies and return them."""
         self._wait()
         return {entry.name: view for entry, view in zip(self._layout.entries, self._views, strict=True)}
 
     def parts(self) -> list[bytes | memoryview]:
-        """The bytes of the file, when they are complete."""
+        """Wait for the copies and return the bytes of the file."""
         self._wait()
         return [self._layout.head, bytes_of(self._flat)]
 
@@ -204,7 +205,7 @@ def different_models(by_rank: Sequence[Mapping[str, Any]]) -> CollectiveMismatch
 
 
 def _differences(expected: Mapping[str, TensorSpec], got: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str, str]]:
-    """Each tensor that is not the same in both: its name, and what it is on either side, as text."""
+    """Each tensor that is not the same in both: its name, and its description on either side."""
     for name in {**expected, **got}:
         if (one := expected.get(name)) != (other := got.get(name)):
             yield name, _text(one), _text(other)

@@ -1,4 +1,4 @@
-"""Tensors that are still in the files of a snapshot, in the place of those that a decoded value will hold."""
+"""Tensors that are still in the files of a snapshot, as placeholders in a decoded value."""
 
 import math
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from paceline.typed_json import read_json, shown, typed
 
 _SHAPE: Any = tuple[int, ...]
 _PARTS: Any = dict[str, tuple[str, int, tuple[int, ...], tuple[int, ...]]]
-SCRATCH_BYTES = 16 << 20  # where bytes cannot be read into a tensor's own memory
+SCRATCH_BYTES = 16 << 20  # for reads that cannot go into a tensor's own memory
 
 
 class _Piece(NamedTuple):
@@ -30,8 +30,8 @@ class _Piece(NamedTuple):
 
 
 class StoredTensor:
-    """A tensor in the files of a snapshot. It is read once, into memory that is there, or that is made for it. What
-    these functions read may come in only when the OpenSnapshot has finished."""
+    """A tensor in the files of a snapshot. It is read once, into an existing tensor or a new one. What these functions
+    read may be complete only when the OpenSnapshot has finished."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class StoredTensor:
         self._pieces: list[_Piece] = []
         self._taken: torch.Tensor | None = None
         end = 0
-        for piece in sorted(pieces):  # the same bytes are in several files where those of several hosts were copied
+        for piece in sorted(pieces):  # files copied from several hosts may hold the same bytes
             if piece.end > end or not self._pieces:
                 self._pieces.append(piece)
                 end = max(end, piece.end)
@@ -73,14 +73,14 @@ class StoredTensor:
         return (at // size, min(following, last) // size) if at < last else None
 
     def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
-        """What of the files holds the elements from `begin` to `end`."""
+        """The chunks of the files that hold the elements from `begin` to `end`."""
         size = self.dtype.itemsize
         for piece, low, high in self._overlaps(begin * size, end * size):
             start = piece.offset - piece.begin
             yield from self._opened.chunks_of(piece.file, start + low, start + high)
 
     def load(self, like: object = None, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The tensor: `like` with its values, if that is one of this shape and type, else a new one."""
+        """The tensor: read into `like` if that has its shape and dtype, else into a new one."""
         if self._taken is None:
             target = like if self._fits(like) else torch.empty(self.shape, dtype=self.dtype, device=device)
             self.read(target)
@@ -88,7 +88,7 @@ class StoredTensor:
         return self._taken
 
     def finish(self) -> None:
-        """Wait for all that was to be read of this snapshot."""
+        """Wait for all reads of this snapshot."""
         self._opened.finish()
 
     def read(self, target: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class StoredTensor:
 
 
 class StoredArray(NamedTuple):
-    """An array or a scalar of numpy that is still in a file."""
+    """A NumPy array or scalar that is still in a file."""
 
     kind: str
     stored: StoredTensor
@@ -167,7 +167,7 @@ class StoredArray(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """A tensor as the headers of the files that have parts of it describe it."""
+    """A tensor as described by the headers of the files with its parts."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -181,7 +181,7 @@ def _check_part(entry: TensorEntry, first: int, shape: Sequence[int], order: Seq
     fits = is_shape(shape, math.prod(shape)) and 0 <= first <= math.prod(shape) - elements
     if not fits or sorted(order) != list(range(len(shape))):
         raise Malformed(
-            f"{elements} elements from {first} on in the order {shown(list(order))} are no part of a tensor of shape "
+            f"{elements} elements from {first} on in the order {shown(list(order))} are not part of a tensor of shape "
             f"{shown(list(shape))}"
         )
 
@@ -204,19 +204,19 @@ class StoredTensors:
                 described = _Described(entry.dtype, shape, order, [])
                 known = self._found.setdefault(name, described)
                 if known[:3] != described[:3]:
-                    raise ValueError(f"{name!r} is described in two ways by its parts")
+                    raise ValueError(f"{name!r} is described differently by its parts")
                 begin = first * entry.dtype.itemsize
                 end = begin + entry.end - entry.begin
                 known.pieces.append(_Piece(begin, end, file, start + entry.begin))
 
     def leaf(self, tree: dict[str, Any]) -> Any:
-        """What stands for a leaf of a tree of values: equal names get the same tensor."""
+        """The placeholder of a leaf of a tree of values: equal names get the same tensor."""
         name = tree["name"]
         if name not in self._made:
             found = self._found.get(name)
             if found is None and "part_of" not in tree:
                 raise ValueError(f"there is no tensor {name!r}")
-            if found is None or "dtype" in tree:  # all of it is in the files of other hosts, or it is kept as bytes
+            if found is None or "dtype" in tree:  # it is entirely in the files of other hosts, or stored as bytes
                 dtype = dtype_of(tree.get("dtype") or tree["part_of"])
                 shape = typed(_SHAPE, tree["shape"], f"the shape of {shown(name)!r}")
                 if not is_shape(shape, math.prod(shape)):
@@ -239,7 +239,7 @@ def stored_in(value: Any) -> Iterator[StoredTensor]:
 
 
 def fill(value: Any, like: Any = None) -> Any:
-    """The value with its tensors read: into those that `like`, a value of the same form, has in their places, or into
+    """The value with its tensors read: into the corresponding tensors of `like`, a value of the same form, or into
     new ones on the CPU."""
     if isinstance(value, StoredTensor):
         return value.load(like)

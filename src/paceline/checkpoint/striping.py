@@ -1,7 +1,7 @@
-"""Who writes what of a snapshot: a pure function of what each rank holds and of which ranks share a directory.
+"""Which rank writes which part of a snapshot: a function of what each rank holds and which ranks share a directory.
 
-What one rank alone holds, that rank writes. What several hold is written by all of them in turn: the tensors they share
-are laid end to end, and each takes an equal stretch. Where directories are not shared, this is done in every one.
+What only one rank holds, that rank writes. What several ranks hold they write together: the tensors they share are laid
+end to end, and each rank writes an equal stretch. If directories are not shared, this is done for each of them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from paceline.checkpoint.checkpoint_errors import CheckpointError
 
-# A tensor is cut only where both sides are larger than this: many small pieces cost more than equal shares save.
+# A tensor is cut only if both parts are larger than this: many small pieces cost more than equal shares save.
 SMALL_BYTES = 1 << 20
 BLOCK_ELEMENTS = 256
 
@@ -20,8 +20,8 @@ Span = tuple[int, int]  # begin and end, in elements
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor, and which of its elements each rank holds. `equal`: where several hold the same, it has the same bits;
-    otherwise the first of them in every directory writes it."""
+    """A tensor, and which of its elements each rank holds. `equal`: where several ranks hold the same elements, they
+    have the same bits; otherwise the first of them in every directory writes its own."""
 
     name: str
     numel: int
@@ -33,7 +33,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """The elements `begin` to `end` of tensor `index`: who holds them, and who writes them, one rank per directory."""
+    """The elements `begin` to `end` of tensor `index`: the ranks that hold them, and those that write them, one per
+    directory."""
 
     index: int
     begin: int
@@ -77,7 +78,7 @@ def _atoms(one: Held) -> Iterator[tuple[int, int, tuple[int, ...]]]:
 def _deal(
     held: Sequence[Held], run: Sequence[tuple[int, int, int]], holders: tuple[int, ...], homes: Sequence[int]
 ) -> Iterator[Stripe]:
-    """Cut a run of tensors that the same ranks hold so that those of every directory have equal shares."""
+    """Cut a run of tensors held by the same ranks so that the ranks of every directory have equal shares."""
     teams: dict[int, list[int]] = {}
     for rank in holders:
         teams.setdefault(homes[rank], []).append(rank)

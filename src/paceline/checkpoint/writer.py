@@ -1,4 +1,4 @@
-"""Writing snapshots and exported weights, so that they are on disk whole or not at all."""
+"""Writing snapshots and exported weights, atomically."""
 
 import os
 import shutil
@@ -43,10 +43,10 @@ def write_snapshot(
     check: Callable[[], None] | None = None,
     joint: JointWrite | None = None,
 ) -> Snapshot:
-    """Write `files` and their manifest to a directory of their own, and give it its name when all is on disk.
+    """Write `files` and their manifest to a temporary directory, and rename it when everything is on disk.
 
-    Raises OSError when that fails; then nothing of it is left. `check` is called when all is written, and may still
-    refuse it by raising. `joint` are the other ranks that write to it, which are waited for.
+    Raises OSError if that fails; then nothing of it is left. `check` is called when everything is written, and may
+    still refuse it by raising. `joint` are the other ranks that write to it; they are waited for.
     """
     make_directory(directory)
     name = name_of(directory, manifest.step)
@@ -58,7 +58,7 @@ def write_snapshot(
             descriptor = holder if isinstance(holder, int) else holder.descriptor
             try:
                 records = _write_files(home, files, check)
-            finally:  # also where this rank has failed: what others write to is not removed under their hands
+            finally:  # also if this rank has failed: files that others are writing are not removed
                 others, problem = ({}, "") if joint is None else joint.collect()
             if problem:
                 raise CheckpointError(problem)
@@ -77,7 +77,7 @@ def write_snapshot(
 
 
 def write_part(files: Mapping[str, Parts], check: Callable[[], None], joint: JointWrite) -> None:
-    """Write this rank's files of a snapshot that another rank completes, which learns how that went."""
+    """Write this rank's files of a snapshot that another rank completes, and tell that rank the outcome."""
     with closing(joint):
         try:
             joint.leave(_write_files(joint.home, files, check), "")
@@ -96,9 +96,9 @@ def _write_files(home: Path, files: Mapping[str, Parts], check: Callable[[], Non
 def export_weights(model: nn.Module, path: str | Path) -> Path:
     """Write the weights of `model` to one safetensors file, and return its path. One rank is enough.
 
-    The names are those of the bare model, whatever wraps it, so that
+    The names are those of the bare model, without wrappers, so that
     `model.load_state_dict(safetensors.torch.load_file(path))` works. Tied weights are written under each of their
-    names. A file of this name is replaced when the new one is on disk. Raises NotSaved if that fails.
+    names. An existing file is replaced when the new one is on disk. Raises NotSaved if that fails.
     """
     path = Path(path)
     tensors = {}
@@ -118,10 +118,10 @@ def export_weights(model: nn.Module, path: str | Path) -> Path:
 
 
 class BackgroundWrite:
-    """Runs `work`, which writes a snapshot or a part of one, and then, on the rank that has completed it, `tidy`, which
+    """Runs `work`, which writes a snapshot or a part of one, and then, on the rank that completed it, `tidy`, which
     removes older ones; in a thread if `asynchronous`.
 
-    A process that ends in the ordinary way waits for it.
+    A process that ends normally waits for it.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class BackgroundWrite:
         self._tidy = tidy
         self._thread: threading.Thread | None = None
         if asynchronous:
-            # Not a daemon: Python joins it before the interpreter goes away.
+            # Not a daemon: Python joins it before the interpreter exits.
             self._thread = threading.Thread(target=self._run_beside, name=f"checkpoint of step {step}", daemon=False)
             self._thread.start()
         else:
@@ -158,7 +158,7 @@ class BackgroundWrite:
 
     def _run_beside(self) -> None:
         with suppress(OSError):
-            # On Linux a thread has its own niceness: the cores belong to training.
+            # On Linux a thread has its own niceness: training has priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         self._run()
 

@@ -1,11 +1,11 @@
-"""What is said of an elastic job: a line for each loss, a line for each generation, and the sum of it at the end."""
+"""The messages of an elastic job: a line per loss, a line per generation, and a summary at the end."""
 
 from paceline.launch import Formed, Loss
 from paceline.member_messages import NEVER
 
 
 class ElasticLines:
-    """Makes the lines, and remembers for the last of them."""
+    """Makes the lines, and keeps counts for the summary."""
 
     def __init__(self) -> None:
         self._losses = 0
@@ -14,7 +14,7 @@ class ElasticLines:
         self._between_s: list[float] = []
 
     def lost(self, loss: Loss) -> str:
-        """Who was lost, why, and at which step."""
+        """The rank that was lost, why, and at which step."""
         self._losses += 1
         if loss.rank == NEVER:
             return f"a process in slot {loss.slot}, which had no rank yet, {loss.cause}"
@@ -23,7 +23,7 @@ class ElasticLines:
         return f"rank {loss.rank}{slot} {loss.cause}{step}"
 
     def formed(self, formed: Formed) -> str:
-        """How many ranks there are now, which state they have, and how long that took."""
+        """The number of ranks, the state from which they continue, and how long that took."""
         generation = formed.generation
         self._generations += 1
         ranks = "1 rank" if generation.size == 1 else f"{generation.size} ranks"
@@ -37,7 +37,7 @@ class ElasticLines:
         return f"generation {generation.number}: {ranks}{new} {go} on {start} after {formed.took_s:.2f} s"
 
     def summary(self) -> list[str]:
-        """Nothing, if nothing was lost."""
+        """The summary; empty if no rank was lost."""
         if not self._losses:
             return []
         lost = "1 rank was lost" if self._losses == 1 else f"{self._losses} ranks were lost"

@@ -15,7 +15,7 @@ def engine_for(flags: argparse.Namespace, job: Job, note: Callable[[str], None])
     """The engine that the flags of `paceline run` ask for; None is this machine."""
     needs = {name: _share(name, getattr(flags, f"{name}_per_rank")) for name in ("cpus", "gpus")}
     if given := [name for name, share in needs.items() if share is not None and flags.engine != "ray"]:
-        raise UsageError(f"--{given[0]}-per-rank needs --engine ray: on one machine ranks share what there is")
+        raise UsageError(f"--{given[0]}-per-rank needs --engine ray: on one machine all ranks share its CPUs and GPUs")
     with open_engine(flags.engine, job, note, cpus=needs["cpus"], gpus=needs["gpus"]) as engine:
         yield engine
 

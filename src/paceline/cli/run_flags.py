@@ -50,7 +50,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _add_elastic(add: Callable[..., None]) -> None:
-    add("--ranks", metavar="MIN:MAX", about="replace ranks that are lost one by one, in scripts with paceline.Elastic")
+    add("--ranks", metavar="MIN:MAX", about="replace lost ranks one by one, in scripts with paceline.Elastic")
     add("--spares", default="0", metavar="K", about="with --ranks: keep K more processes ready to step in [0]")
     add("--max-losses", metavar="K", about="with --ranks: give up when more than K ranks were lost [no limit]")
     about = "with --ranks: give up after S seconds with fewer than MIN ranks [600]"
@@ -95,7 +95,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="F",
-        help="have a fault happen on purpose, such as 'kill rank=1 step=20'; may be repeated; see docs/faults.md",
+        help="inject a fault, such as 'kill rank=1 step=20'; may be repeated; see docs/faults.md",
     )
     add("--shutdown-timeout", metavar="S", about="seconds between SIGTERM and SIGKILL [30]")
     add("--nnodes", metavar="1", about="number of machines; for more than one, prints the torchrun command to use")
@@ -120,7 +120,7 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     for name in WITHOUT_EFFECT:
         if name != "tee":
             add("--" + name.replace("_", "-"), switch=name in ("run_path", "virtual_local_rank"))
-    parser.add_argument("script", nargs="?", help="what to run")
+    parser.add_argument("script", nargs="?", help="the script to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

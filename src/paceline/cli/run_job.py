@@ -81,7 +81,7 @@ def _ranks(asked: str | None, gpu_ids: tuple[int, ...] | None, environ: Mapping[
 
 
 def _elastic(flags: argparse.Namespace) -> ElasticTerms | None:
-    """Between how many ranks the job may have, if that was asked for."""
+    """The minimum and maximum number of ranks, if --ranks was given."""
     if flags.ranks is None:
         others = {"--spares": flags.spares != "0", "--max-losses": flags.max_losses is not None}
         others["--recovery-timeout"] = flags.recovery_timeout is not None
@@ -117,7 +117,7 @@ def _gpu_ids(text: str) -> tuple[int, ...]:
 
 
 def missing_gpus(job: Job) -> list[str]:
-    """A warning about GPUs that were asked for and do not exist."""
+    """A warning about requested GPUs that do not exist."""
     count = gpu_count({})
     missing = [number for number in job.gpu_ids or () if number >= count]
     if not missing:
@@ -152,7 +152,7 @@ def _master_port(flags: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _use_torchrun(flags: argparse.Namespace, nodes: str, host: str, port: str | None) -> str:
-    """What to type instead, for a job of several machines."""
+    """The command to use instead, for a job of several machines."""
     host = f"[{host}]" if ":" in host else host or "HOST"
     command = ["torchrun", "--nnodes", nodes, "--nproc-per-node", str(flags.nproc_per_node or 1)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port or DEFAULT_PORT}"]
@@ -208,7 +208,7 @@ def _seconds(name: str, text: str | None, default: float = 0.0) -> float:
 
 
 def hidden(flags: argparse.Namespace, ranks: int) -> list[int]:
-    """What is not shown of each rank: 1 its standard output, 2 its standard error, 3 both."""
+    """The streams hidden for each rank: 1 standard output, 2 standard error, 3 both."""
     text = str(flags.redirects)
     found = dict(re.findall(r"(\d+):([0-3])(?:,|$)", text))
     if text in ("0", "1", "2", "3"):

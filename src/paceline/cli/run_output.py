@@ -88,7 +88,7 @@ class RunOutput(Listener):
             stream.write(text)
             stream.flush()
         except OSError as error:
-            # Whoever read it has gone, as `| head` does, or the disk is full; the ranks go on, and their logs are
+            # The reader has exited, as `| head` does, or the disk is full; the ranks continue, and their logs are
             # complete. Python would complain once more when it flushes at exit.
             self._closed.add(stream)
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -21,10 +21,10 @@ Everything has a default: `paceline train` alone trains on Python's own sources 
 
 
 EXTRA = {
-    "config": (Path | None, "a TOML file with settings; flags win over it"),
+    "config": (Path | None, "a TOML file with settings; flags take precedence"),
     "print_config": (bool, "show the settings as TOML, and do nothing else"),
     "engine": (str | None, "where ranks run: local, or ray for a Ray cluster that shares this folder"),
-    "fault": (list[str] | None, "have a fault happen on purpose, such as 'kill rank=1 step=20'; may be repeated"),
+    "fault": (list[str] | None, "inject a fault, such as 'kill rank=1 step=20'; may be repeated"),
 }
 
 
@@ -99,6 +99,6 @@ def job_of(config: TrainConfig, ranks: int, folder: Path, faults: "tuple[Fault, 
         max_restarts=config.max_restarts,
         hang_timeout_s=None if config.hang_timeout < 0 else config.hang_timeout,
         shutdown_timeout_s=config.shutdown_timeout,
-        final_codes=frozenset({2, NOT_FINITE_EXIT}),  # what a rank refuses it would refuse again
+        final_codes=frozenset({2, NOT_FINITE_EXIT}),  # a rank that refuses to start would refuse again
         faults=faults,
     )

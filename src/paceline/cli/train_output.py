@@ -54,7 +54,7 @@ class TrainOutput(Listener):
         self._fold.add(rank, text, time.monotonic())
 
     def error_line(self, rank: int, text: str) -> None:
-        """Of standard error only warnings are shown here; tracebacks are shown once, at the end."""
+        """Only warnings of standard error are shown here; tracebacks are shown once, at the end."""
         if "Warning: " in text:
             self.line(rank, text)
 
@@ -74,7 +74,7 @@ class TrainOutput(Listener):
         try:
             self._reported(rank, kind, fields)
         except UNREADABLE as error:  # whatever a rank has started may write to its pipe
-            self._print(f"rank {rank} reported {shown(kind)!r} and did not say what belongs to it ({error!r})")
+            self._print(f"rank {rank} reported {shown(kind)!r} with missing or invalid fields ({error!r})")
 
     def _reported(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         if self._leader is None and kind == "step":
@@ -208,7 +208,8 @@ def open_output(config: TrainConfig, ranks: int, folder: RunFolder) -> AbstractC
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Means of equal parts of the series, as bars between its lowest and highest. What is not finite is left out."""
+    """Means of equal parts of the series, as bars between its lowest and highest. Values that are not finite are left
+    out."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
@@ -244,7 +245,7 @@ def print_summary(folder: RunFolder) -> int:
 
 
 def program() -> str:
-    """How this program can be started again: in a virtual environment that is not active it is not on the PATH."""
+    """The command that starts this program again: without an active virtual environment it is not on the PATH."""
     if shutil.which("paceline"):
         return "paceline"
     started = Path(sys.argv[0])

@@ -1,4 +1,4 @@
-"""How bytes move between ranks: transports, waits that end, and the public collectives."""
+"""Communication between ranks: transports, bounded waits, and the public collectives."""
 
 from paceline.collectives.checked import all_gather, all_reduce, barrier, broadcast
 from paceline.collectives.group import finish

@@ -1,4 +1,4 @@
-"""Blocks of several tensors, of which every rank has some, gathered by one collective."""
+"""Blocks of several tensors, of which every rank holds some, gathered by one collective."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -12,12 +12,12 @@ from paceline.collectives.subgroup import ranks_of
 from paceline.errors import CollectiveMismatch
 from paceline.layout import aligned
 
-TAGS = 128  # that every floating point type tells apart
+TAGS = 128  # representable exactly in every floating point type
 VERSIONS_APART = 37  # in tags: the next version of one gather is not taken for another gather
 
 
 class BlockGather:
-    """Gathers blocks of one type. It may be used again and again, by all ranks in the same order."""
+    """Gathers blocks of one type. It may be reused, by all ranks in the same order."""
 
     def __init__(
         self,
@@ -25,14 +25,14 @@ class BlockGather:
         blocks: Sequence[Sequence[torch.Tensor]],
         tag: int = 0,
     ) -> None:
-        """`own`: the flat blocks that this rank brings. `blocks`: for each rank, where its blocks go; where this rank's
-        own stand already, they are not copied. `tag` says which gather this is: ranks must come with the same one.
-        Blocks may be written to from `start` on, and not only in `finish`."""
+        """`own`: this rank's flat blocks. `blocks`: the targets of each rank's blocks; if this rank's own are in place
+        already, they are not copied. `tag` identifies the gather: ranks must pass the same one. Blocks may be written
+        to from `start` on, and not only in `finish`."""
         self._own = list(own)
         self._blocks = [list(of_rank) for of_rank in blocks]
         self._sizes = [[block.numel() for block in of_rank] for of_rank in blocks]
         self._number = tag
-        self.version = 0  # of what is gathered: ranks must come with the same one, too
+        self.version = 0  # of the gathered values: must be equal on all ranks, too
         self._like = next(block for of_rank in blocks for block in of_rank)
         # Aligned, with room for the tag: NCCL moves rows that are not a fifth slower (two ranks over sockets).
         self._width = aligned(max(map(sum, self._sizes)) + 1, self._like.dtype)
@@ -43,7 +43,7 @@ class BlockGather:
         return (self._number + VERSIONS_APART * self.version) % TAGS
 
     def start(self, group: Group) -> None:
-        """Begin, unless it is under way."""
+        """Start, unless it is in progress."""
         if self._flight is not None:
             return
         if group.transport.traits(self._like.device).sharded:
@@ -59,7 +59,7 @@ class BlockGather:
         self._flight = group.transport.all_gather(rows.view(-1), sent), rows
 
     def finish(self, group: Group, what: str) -> None:
-        """Wait for the blocks of all ranks, and have them where they go."""
+        """Wait for the blocks of all ranks, and copy them to their targets."""
         self.start(group)
         assert self._flight is not None
         work, rows = self._flight
@@ -68,7 +68,7 @@ class BlockGather:
         except Exception:
             self._flight = None
             raise
-        self._flight = None  # not before: who is interrupted waits again, for what the others have sent already
+        self._flight = None  # only now: after an interrupt the wait is repeated, for data already sent
         if rows is None:
             self._check_tags(cast(Gather, work).tags, group, what)
             return
@@ -80,15 +80,15 @@ class BlockGather:
         used_here(rows)
 
     def comes(self, group: Group, what: str, seconds: float) -> bool:
-        """Whether the blocks of all ranks come within so many seconds. It still has to be finished."""
+        """Whether the blocks of all ranks arrive within `seconds`. `finish` must still be called."""
         return self._flight is None or group.wait_a_moment(self._flight[0], what, seconds)
 
     def forget(self) -> None:
-        """Drop what is under way over a group that is no more."""
+        """Drop a gather over a group that has ended."""
         self._flight = None
 
     def discard(self, group: Group) -> None:
-        """Drop what is under way, when it is over."""
+        """Wait for the gather in progress and drop it."""
         if self._flight is not None:
             (work, _), self._flight = self._flight, None
             group.wait(work, "parameters that are not needed any more")
@@ -97,7 +97,7 @@ class BlockGather:
         if strange := [rank for rank, tag in zip(ranks_of(group), tags, strict=True) if tag != self._tag]:
             raise CollectiveMismatch(
                 f"rank {ranks_of(group)[group.rank]} is gathering {what} while rank {strange[0]} is gathering "
-                f"something else, or made another number of updates; all ranks must run the same parts of the model in "
-                f"the same order, and call optimizer.step() alike",
+                f"something else, or made another number of updates; all ranks must run the same parts of the model "
+                f"in the same order, and call optimizer.step() equally often",
                 ranks=strange,
             )

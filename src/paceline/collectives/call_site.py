@@ -1,16 +1,16 @@
-"""Which line of the user's code made a call, as text that is equal on hosts with different folders.
+"""The line of the user's code that made a call, as text that is equal on hosts with different folders.
 
 Why more than one line
 ----------------------
 A collective inside a function of the user's (`def mean(x): return paceline.all_reduce(x)`) is always called from the
-same line, so the lines that called that function are compared too, a few steps outwards. Where paceline itself makes a
+same line, so the lines that called that function are compared too, a few steps outwards. If paceline itself makes a
 call, one line is enough: what the user called is compared in other ways there.
 
 Why cells of notebooks are different
 ------------------------------------
-A cell may run on some of the ranks only, and another one on the others. So two different cells say nothing about
-whether calls belong together; two lines of one cell do. ipykernel puts the process into the name of a cell's file, the
-rest of the name comes from its text.
+A cell may run on some of the ranks only, and another one on the others. So two different cells do not show
+whether calls belong together; two lines of one cell do. ipykernel puts the process id into a cell's file name; the
+rest of the name is derived from its text.
 """
 
 import os
@@ -54,7 +54,7 @@ class CallFrame(NamedTuple):
 def call_site(skip: str = "") -> tuple[CallFrame, ...]:
     """The user's frames that led here, innermost first.
 
-    `skip` is the file of the function that asks. If paceline called that function, the one frame that did so.
+    `skip` is the file of the calling function. If paceline called that function, only that one frame is returned.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == skip:
@@ -73,7 +73,7 @@ def call_site(skip: str = "") -> tuple[CallFrame, ...]:
 
 
 def difference(one: Sequence[CallFrame], other: Sequence[CallFrame]) -> int | None:
-    """The first place, from inside, in which two call sites are known to differ."""
+    """The first place, from inside, at which two call sites differ."""
     for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine == theirs:
             continue

@@ -1,6 +1,6 @@
 """The public collectives: they compare what every rank is about to do before any byte moves.
 
-torch itself does not: calls in different order or of different shapes give wrong sums in silence, or end the process.
+torch itself does not: calls in different order or of different shapes give wrong sums silently, or end the process.
 Here each rank posts one line about its call on the group's store and reads those of the others; if they differ, every
 rank raises CollectiveMismatch and nothing was started, so the group stays usable. The check costs a few round trips to
 the store. A group without a store (one that torch did not make) is used unchecked.
@@ -9,7 +9,7 @@ Why the line of the script is compared
 --------------------------------------
 Two sums of one shape, called in one order on rank 0 and in the other on rank 1, differ in nothing else. So calls belong
 together when they are of one kind, shape, dtype, op and root, and come from the same lines of the script. Calls that
-are meant to meet from different lines, such as the two branches of `if rank == 0`, say so by the same `tag`, which is
+intentionally come from different lines, such as the two branches of `if rank == 0`, pass the same `tag`, which is
 then compared instead of the lines. See `collectives.call_site` for what counts as the same line.
 """
 
@@ -38,7 +38,7 @@ from paceline.errors import CollectiveMismatch, Malformed, MessageDamaged, PeerA
 from paceline.typed_json import read_json
 
 _AS_POSTED: Any = tuple[str, str | None, tuple[tuple[str, int, str, bool], ...]]
-BRIEF_S = 5.0  # a shorter timeout ends a wait sooner than a deadlock is found
+BRIEF_S = 5.0  # a shorter timeout ends a wait before a deadlock can be detected
 
 
 def all_reduce(
@@ -52,11 +52,11 @@ def all_reduce(
     """Combine `tensor` over all ranks of `group`, in place, and return it.
 
     `op` is "sum", "mean", "product", "min" or "max"; between at most 2 ranks also "tree". Raises CollectiveMismatch on
-    every rank if the ranks are not about to do the same, PeerLost if a rank dies, PeerAbsent if one has not come after
+    every rank if the ranks make different calls, PeerLost if a rank dies, PeerAbsent if one has not joined after
     `timeout` seconds.
 
-    Ranks do the same when they call it from the same line of the script. Calls on different lines that belong together
-    (`if rank == 0: …, else: …`) are given the same `tag` on all ranks.
+    Calls match if they come from the same line of the script. Calls on different lines that belong together
+    (`if rank == 0: …, else: …`) need the same `tag` on all ranks.
     """
     op = _op(op)
     call = _Call(group, str(CollectiveCall.of("all_reduce", tensor, op.value)), timeout, tag)
@@ -109,17 +109,17 @@ def broadcast(
 
 
 def barrier(*, group: dist.ProcessGroup | None = None, timeout: float | None = None, tag: str | None = None) -> None:
-    """Return once every rank of the group is here. Does not wait for device streams.
+    """Return once every rank of the group has reached it. Does not wait for device streams.
 
     Errors and `tag` are those of `all_reduce`.
     """
-    _Call(group, "barrier()", timeout, tag)  # that all ranks have posted this call is all there is to a barrier
+    _Call(group, "barrier()", timeout, tag)  # a barrier is complete when all ranks have posted this call
 
 
 def named_barrier(name: str, *, group: dist.ProcessGroup | None, timeout: float | None) -> None:
-    """A barrier at the start of a method such as "Checkpointer.save(5)", which all ranks must have called alike.
+    """A barrier at the start of a method such as "Checkpointer.save(5)", which all ranks must call.
 
-    The name is all that is compared, and messages tell it in place of "barrier()".
+    Only the name is compared, and messages show it instead of "barrier()".
     """
     _Call(group, name, timeout, None, compares_site=False)
 
@@ -137,7 +137,7 @@ class _PostedCall:
 
     @classmethod
     def decode(cls, text: str, rank: int) -> "_PostedCall":
-        """What that rank has posted. Raises MessageDamaged if it is no such line."""
+        """The call that a rank has posted. Raises MessageDamaged if it is malformed."""
         try:
             call, tag, site = read_json(_AS_POSTED, text, f"the call of rank {rank}")
         except Malformed as error:
@@ -157,7 +157,7 @@ class _PostedCall:
 
 
 def _compare(calls: Sequence[_PostedCall]) -> None:
-    """Raise unless all ranks are about to do the same. All ranks come to the same conclusion, with the same text."""
+    """Raise unless all ranks make the same call. All ranks come to the same conclusion, with the same text."""
     if len(set(calls)) == 1:
         return
     usual, _ = Counter(calls).most_common(1)[0]
@@ -224,7 +224,7 @@ class _Call:
             if not posted.found():
                 watch.calls.took_back()
                 raise
-            if not isinstance(error, PeerAbsent):  # the last rank has come while this one gave up: it counts
+            if not isinstance(error, PeerAbsent):  # the last rank arrived while this one timed out: the call counts
                 raise
         _compare([_PostedCall.decode(text, rank) for rank, text in enumerate(posted.result())])
 

@@ -1,4 +1,4 @@
-"""Which transport a group uses: agreed by all of its ranks, before any of them trains."""
+"""The choice of a group's transport, agreed by all of its ranks before training."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -25,7 +25,7 @@ def choose(
     """The transport for tensors on `devices`, of the kind that is `wanted`. Every rank of the group must call it.
 
     "auto" takes shared memory where all ranks can, two levels where several hosts hold several ranks each, and
-    torch.distributed otherwise. A transport that is asked for by name and cannot be had is a UsageError on every rank.
+    torch.distributed otherwise. A transport that is requested by name but unavailable is a UsageError on every rank.
     """
     if wanted not in CHOICES:
         raise UsageError(f"transport must be one of {', '.join(map(repr, CHOICES))}, got {wanted!r}")
@@ -33,13 +33,13 @@ def choose(
     if store is None or base.size == 1:
         if wanted in ("auto", "torch"):
             return base.dup(timeout_s, devices).connect()
-        why = "this group has one rank" if base.size == 1 else "its process group has no store to find other ranks by"
+        why = "this group has one rank" if base.size == 1 else "its process group has no store to find other ranks with"
         raise _cannot(wanted, why)
     return _Choice(base, wanted, devices).make(timeout_s)
 
 
 class _Choice:
-    """What one group agrees on. Every step is taken by all ranks, from what all ranks know."""
+    """The agreement of one group. All ranks take every step, from the same information."""
 
     def __init__(self, base: TorchDistTransport, wanted: str, devices: Collection[torch.device]) -> None:
         self._base = base
@@ -72,7 +72,7 @@ class _Choice:
                 return self._without(str(refusal), groups, flat)
 
     def _check_memory(self, everyone: Sequence[PeerInfo], groups: Sequence[Sequence[int]]) -> None:
-        """Raise NoSharedMemory if nobody shares memory. An empty reason is not worth a line."""
+        """Raise NoSharedMemory if no ranks share memory. An empty reason is not logged."""
         if self._wanted == "torch":
             raise NoSharedMemory("")
         for one in everyone:
@@ -87,7 +87,8 @@ class _Choice:
             check_share_host(everyone)
 
     def _without(self, reason: str, groups: Sequence[Sequence[int]], flat: TorchDistTransport) -> Transport:
-        """torch.distributed, with one line in the log of one rank; an error if something else was asked for by name."""
+        """torch.distributed, with one line in the log of one rank; an error if another transport was requested by
+        name."""
         if self._wanted not in ("auto", "torch"):
             raise _cannot(self._wanted, reason) from None
         if reason and flat.rank == 0:

@@ -1,28 +1,28 @@
-"""Whether ranks wait for each other without end, from what each of them says about itself.
+"""Whether ranks wait for each other without end, from the records that they post.
 
 When a deadlock is proven
 -------------------------
 A rank says which threads of it start collectives of the group, which of those wait and in which sequence (of
 collectives that all ranks start in the same order: the checked collectives, the buckets of one replica), and how many
-collectives it has started in each sequence. Then nobody can move any more if
+collectives it has started in each sequence. Then no rank can make progress if
 
 1. on every rank of the group all those threads wait, none with a timeout that ends its wait within seconds, and
 2. for every wait there is a rank that has started fewer collectives in its sequence.
 
-For that rank would have to start the one that is missing, and all its threads wait. Bytes that are only slow fail (2):
-a rank that has left a collective has started it. A rank that computes, loads data or saves fails (1): it is waited for,
-and named in the log. So does one that waits in something unknown here: in a collective of torch's own, in one of
-another group, or in a device that NCCL holds up, where no host waits.
+For that rank would have to start the one that is missing, and all its threads wait. A merely slow transfer fails (2):
+a rank that has left a collective has started it. A rank that computes, loads data or saves fails (1): others wait for
+it, and it is named in the log. So does one that waits in something unknown here: in a collective of torch's own, in one
+of another group, or in a device that NCCL holds up, where no host waits.
 
-A thread that has never started a collective of this group is not counted. Were that the one to start what is missing,
+A thread that has never started a collective of this group is not counted. If that thread were to start the missing one,
 on a rank all of whose other threads wait for a collective that comes after it on the other ranks, this rule would err.
 
-What ranks say may be some moments old, so all of them must have looked again, twice, with everything as it was.
+Records may be slightly old, so all ranks must have looked again, twice, with nothing changed.
 
 When it is only assumed
 -----------------------
-Where (1) holds and (2) cannot be told, since not everything that ranks wait for is counted (the forming of a group, the
-future of a hook), different waits count as a deadlock after `settle_s`.
+If (1) holds and (2) cannot be decided, because not everything that ranks wait for is counted (the forming of a group,
+the future of a hook), different waits count as a deadlock after `settle_s`.
 """
 
 import time
@@ -35,7 +35,7 @@ LOOKS = 2
 
 
 class DeadlockDetector:
-    """What one rank has seen of a possible deadlock so far."""
+    """One rank's observations of a possible deadlock so far."""
 
     def __init__(self, size: int, settle_s: float) -> None:
         self._size = size
@@ -48,7 +48,8 @@ class DeadlockDetector:
         self._seen = None
 
     def check(self, records: Mapping[int, PeerRecord]) -> str | None:
-        """Take in what all ranks say, own record included. Returns the text of a deadlock once it is certain."""
+        """Update from the records of all ranks, including this one's. Returns the text of a deadlock once it is
+        certain."""
         if len(records) < self._size or not all(_is_stuck(record) for record in records.values()):
             self.forget()
             return None
@@ -84,9 +85,9 @@ def _blocked(wait: Wait, own: PeerRecord, records: Mapping[int, PeerRecord]) -> 
 
 
 def _first_difference(records: Mapping[int, PeerRecord]) -> dict[int, str]:
-    """What each rank issued at the first place where they differ in one sequence; empty if none is seen to.
+    """The collective of each rank at the first difference in one sequence; empty if no difference is known.
 
-    Only where all ranks wait in that sequence: what they sent each other then never fits.
+    Only if all ranks wait in that sequence: their messages then never match.
     """
     names = {wait.sequence for record in records.values() for wait in record.waits}
     if len(names) > 1:

@@ -1,6 +1,6 @@
-"""The error that ends a rank, told to the others before its process is gone.
+"""The error that ends a rank, sent to the others before its process exits.
 
-Others would learn of its death alone, and where several machines take part its log is far away. The notice is posted
+Otherwise they would only learn of its death, and on several machines its log is elsewhere. The notice is posted
 on the group's store when the main thread has ended with an exception: before other threads are joined, and while all
 connections still stand.
 """
@@ -17,7 +17,7 @@ from paceline.collectives.store_call import StoreCall
 from paceline.errors import CollectiveError
 
 POST_S = 0.5
-# A rank whose process holds the store stays so long for others to read it there.
+# A rank whose process holds the store stays this long for others to read it there.
 STAY_S = 1.0
 LOOK_S = 0.02
 LINES, WIDTH = 24, 200
@@ -25,12 +25,12 @@ LINES, WIDTH = 24, 200
 
 @cache
 def failures_posted_at_exit() -> None:
-    """From the first call on, an exception that ends this process is posted to all groups that it is in."""
+    """After the first call, an exception that ends this process is posted to all of its groups."""
     threading._register_atexit(_post, os.getpid())  # type: ignore[attr-defined]  # in order, unlike atexit's
 
 
 def notice_of(error: BaseException) -> str:
-    """The end of a traceback, in lines that no reader takes for a traceback of the rank that shows them."""
+    """The end of a traceback, marked so that it is not mistaken for a traceback of the rank that shows it."""
     text = "".join(traceback.format_exception(error)).rstrip()
     lines = [line[:WIDTH] for line in text.splitlines()]
     if len(lines) > LINES:
@@ -40,7 +40,7 @@ def notice_of(error: BaseException) -> str:
 
 def _post(pid: int) -> None:
     error = getattr(sys, "last_value", None)
-    # Whoever fails because of another one has nothing to say, Ctrl-C is no failure, and an interactive session goes on
+    # Not for a rank that fails because of another one, nor for Ctrl-C; and an interactive session continues
     # after an error.
     if (
         os.getpid() != pid
@@ -59,11 +59,11 @@ def _post(pid: int) -> None:
 
 
 def _have_read(board: PeerBoard, rank: int) -> bool:
-    """Post, and look whether all others know or fail themselves. True also where there is no point in waiting on."""
+    """Post, and check whether all others know or fail themselves. Also True if further waiting is useless."""
     call = StoreCall(lambda _: board.exchange())
     try:
         if not call.wait(POST_S):
             return True
-    except RuntimeError:  # the store is gone, and nobody is left to read
+    except RuntimeError:  # the store has ended, so no rank can read it
         return True
     return all(rank in record.blames or record.ended or record.failed for record in call.result().values())

@@ -1,4 +1,4 @@
-"""Small messages of all ranks: what the ranks of a group compare or show each other."""
+"""Small messages that the ranks of a group exchange."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ def gather_row(group: Group, row: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def gather_ints(group: Group, values: Sequence[int], what: str) -> list[list[int]]:
-    """The integers of every rank. All ranks bring the same number of them."""
+    """The integers of every rank. All ranks pass the same number of them."""
     if not values:
         return [[] for _ in range(group.size)]
     rows: list[list[int]] = gather_row(group, torch.tensor(values, dtype=torch.int64, device="cpu"), what).tolist()
@@ -39,9 +39,9 @@ def gather_bytes(group: Group, payload: bytes, what: str) -> list[bytes]:
 
 
 def gather_unless_equal(group: Group, value: Any, what: str) -> list[Any] | None:
-    """What every rank brings, anything that JSON can hold, or None if it is the same everywhere.
+    """The value of every rank, anything that JSON can hold, or None if it is the same everywhere.
 
-    The first message has a size that depends on nothing: gloo ends the process when ranks offer different sizes.
+    The first message has a fixed size: gloo ends the process when ranks offer different sizes.
     """
     text = json.dumps(value, sort_keys=True).encode()
     digests = gather_ints(group, list(hashlib.sha256(text).digest()), what)
@@ -51,8 +51,8 @@ def gather_unless_equal(group: Group, value: Any, what: str) -> list[Any] | None
 
 
 def message_of(raw: bytes, rank: int, what: str) -> Any:
-    """The JSON that a rank has sent. Raises MessageDamaged if it is none."""
+    """The JSON that a rank has sent. Raises MessageDamaged if it is malformed."""
     try:
         return parse_json(raw, what)
     except Malformed as error:
-        raise MessageDamaged(f"what rank {rank} has sent is not what came: {error}", ranks=[rank]) from error
+        raise MessageDamaged(f"a message from rank {rank} is damaged: {error}", ranks=[rank]) from error

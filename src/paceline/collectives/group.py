@@ -1,4 +1,4 @@
-"""The ranks that work together now, the transport between them, and the one place where a rank waits for others."""
+"""The ranks that work together now, the transport between them, and the single place where a rank waits for others."""
 
 import threading
 import time
@@ -12,9 +12,9 @@ from paceline.collectives.protocols import Transport, Watch, Work
 from paceline.errors import CollectiveError, PacelineError, PeerAbsent, PeerLost
 from paceline.progress import Phase, own_progress
 
-# Long enough to cost nothing, short enough that Ctrl-C is felt at once: Python runs signal handlers between slices.
+# Long enough to cost nothing, short enough that Ctrl-C works at once: Python runs signal handlers between slices.
 SLICE_S = 0.1
-# With something to do in the meantime: it is done this often.
+# The interval of the `meanwhile` callback, if there is one.
 MEANWHILE_S = 0.002
 
 Meanwhile = Callable[[], None]
@@ -22,20 +22,20 @@ _HOST = torch.device("cpu")
 
 
 class Group:
-    """Everyone who talks to other ranks asks the group of its replica each time, and nobody copies what it holds.
+    """All code that communicates asks its replica's group each time, and never copies its fields.
 
-    So a move to other ranks (`move`) is one assignment, and no part of a replica can stay behind with the old ones. The
+    So a move to other ranks (`move`) is one assignment, and no part of a replica keeps using the old ones. The
     generation grows by one at every move.
     """
 
     def __init__(self, transport: Transport, timeout_s: float | None = None, *, owned: bool = True) -> None:
         """`timeout_s`: how long a wait for another rank may take. None: as long as the transport itself waits. A
-        transport that is not `owned` belongs to whoever made it, and is not closed here."""
+        transport that is not `owned` belongs to its creator, and is not closed here."""
         self.transport = transport
         self._owned = owned
         self.timeout_s = timeout_s
         self.generation = 0
-        # Held by whoever looks after peers: the thread that waits, or the one that watches while no thread waits.
+        # Held by the thread that watches peers: the waiting one, or the watcher while no thread waits.
         self.watching = threading.Lock()
 
     @property
@@ -57,14 +57,14 @@ class Group:
             finish(work, what=what, watch=self.transport.watch, timeout_s=self.timeout_s, meanwhile=meanwhile)
 
     def move(self, transport: Transport) -> None:
-        """Go on over another transport. The one before is closed."""
+        """Continue over another transport. The previous one is closed."""
         if transport is not self.transport:
             self.close()
             self.transport, self._owned = transport, True
         self.generation += 1
 
     def wait_a_moment(self, work: Work, what: str, seconds: float) -> bool:
-        """Wait no longer than this. Returns whether `work` is complete, or raises a typed error as `wait` does."""
+        """Wait at most `seconds`. Returns whether `work` is complete, or raises a typed error as `wait` does."""
         return _wait_slice(work, what, self.transport.watch, time.monotonic(), seconds)
 
     def close(self) -> None:
@@ -79,27 +79,27 @@ def finish(
     """Wait for `work` until it is complete, or raise a typed error that says who is missing.
 
     `what` names the wait in reports, e.g. "bucket 2 of backward 17". `timeout_s=None` waits as long as the transport
-    itself does. `meanwhile` is called again and again while this rank waits: what it owes to other collectives.
+    itself does. `meanwhile` is called repeatedly while this rank waits, to make progress on other collectives.
     """
     started = time.monotonic()
     slice_s = SLICE_S if meanwhile is None else MEANWHILE_S
-    before: Phase | None = None  # what was noted before the wait was worth noting
+    before: Phase | None = None  # the phase before the wait was noted
     try:
         while not _wait_slice(work, what, watch, started, slice_s):
             if meanwhile is not None:
                 meanwhile()
             if before is None:
-                before = own_progress().enter(Phase.WAITING)  # whoever others wait for is not in here
+                before = own_progress().enter(Phase.WAITING)  # a rank that others wait for is not in here
             waited_s = time.monotonic() - started
             try:
                 watch.look(what, waited_s)
             except PeerLost as lost:
-                # It may have done its part before it ended, and what it sent has only just arrived.
+                # It may have done its part before it ended, and its data may only just have arrived.
                 try:
                     if _wait_slice(work, what, watch, started, slice_s):
                         return
                 except CollectiveError:
-                    raise lost from None  # it says more
+                    raise lost from None  # it is more specific
                 raise
             if timeout_s is not None and waited_s >= timeout_s:
                 missing = watch.absent()
@@ -125,9 +125,9 @@ def _wait_slice(work: Work, what: str, watch: Watch, started: float, slice_s: fl
 
 
 class CallLog:
-    """The collectives that a rank has started in one sequence, in order: what a deadlock is proven from.
+    """The collectives that a rank has started in one sequence, in order: the evidence of a deadlock.
 
-    Written for every collective, so it does next to nothing: a call becomes text only when it is asked for.
+    Written for every collective, so it does almost nothing: a call becomes text only on demand.
     """
 
     def __init__(self, threads: set[int]) -> None:

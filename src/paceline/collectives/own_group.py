@@ -1,4 +1,4 @@
-"""Our own duplicate of a group: connections over the same ranks, on which nothing of the user's can meet ours."""
+"""paceline's duplicate of a group: connections over the same ranks, separate from the user's collectives."""
 
 import logging
 import os
@@ -20,23 +20,23 @@ from paceline.collectives.watch import StoreWatch
 
 logger = logging.getLogger("paceline")
 
-# Which of torch's backends can be made here, and for which kind of device.
+# The torch backends that can be created here, and their kinds of device.
 _KINDS = {"gloo": "cpu", "nccl": "cuda"}
-# A device may be some steps behind its host; one whose peer is gone never gets there, until `collectives.watcher` has
-# seen to it.
+# A device may be some steps behind its host; with a dead peer it never gets there, until `collectives.watcher` has
+# aborted the communicators.
 BEHIND_S = 10.0
-# Read when a communicator's group is made. What torch does about a peer that is gone ends this process; and before it
-# does that, or a group can be let go of, it rests for four times as long as a dump may take: a minute by default.
+# Read when a communicator's group is created. torch's reaction to a dead peer ends this process; and before it
+# does that, or a group can be released, it waits for four times the timeout of a dump: a minute by default.
 _OURS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
 
 
 def duplicate(
     group: dist.ProcessGroup, devices: Collection[torch.device], timeout_s: float | None
 ) -> tuple[StoreWatch, Callable[[], dist.ProcessGroup]] | None:
-    """Prepare a duplicate of `group` for the tensors of `devices`: the watch over its ranks, and what forms it when it
-    is first needed. None if its backend cannot be duplicated.
+    """Prepare a duplicate of `group` for the tensors of `devices`: the watch over its ranks, and a function that forms
+    it when it is first needed. None if its backend cannot be duplicated.
 
-    What forms it returns `group` itself if some rank cannot connect a second time. In both cases rank 0 logs a warning.
+    That function returns `group` itself if some rank cannot connect a second time. In both cases rank 0 logs a warning.
     """
     rank, size = group.rank(), group.size()
     store = store_of(group)
@@ -50,7 +50,7 @@ def duplicate(
 
     def form() -> dist.ProcessGroup:
         own_store = PrefixStore(f"paceline/replica {number}", store)
-        # Asked first: whoever cannot connect would leave the others waiting in gloo's constructor.
+        # Checked first: a rank that cannot connect would leave the others waiting in gloo's constructor.
         rendezvous = Rendezvous(own_store, rank, size, watch, timeout_s)
         told = rendezvous.gather("able", "" if store_is_reachable(store) else "it cannot reach the store any more")
         if obstacles := [f"rank {peer}: {text}" for peer, text in enumerate(told) if text]:
@@ -82,11 +82,11 @@ class Carrier:
         return formed
 
     def leave(self, last: Sequence[Any]) -> None:
-        """Give up a group of its own; any other belongs to whoever made it. `last`: its newest works. Idempotent.
+        """Release a group of its own; any other belongs to its creator. `last`: its newest works. Idempotent.
 
         gloo's connections end with the group. NCCL's communicators are aborted there too, with a warning of torch that
-        nobody destroyed them, and with whatever collective is still under way. So the device is waited for: whoever has
-        let go of a replica may still use what it has computed, which is ordered after collectives that have yet to run.
+        they were not destroyed, and with any collective still in flight. So the device is waited for: after the release
+        of a replica its results may still be used, which are ordered after collectives that have yet to run.
         """
         own, self._own = self._own, None
         backend = None if own is None else _nccl_of(own)
@@ -99,7 +99,7 @@ class Carrier:
         backend.abort()
 
     def communicator_of(self, group: dist.ProcessGroup | None) -> Any | None:
-        """NCCL's, if this is a duplicate of `group` that has one. None: of any group."""
+        """NCCL's, if this is a duplicate of `group` that has one. `group` None: of any group."""
         of_it = self._own is not None and group in (None, self._users_group)
         return _nccl_of(self._own) if of_it and self._own is not None else None
 
@@ -108,20 +108,21 @@ _carriers: weakref.WeakSet[Carrier] = weakref.WeakSet()  # those that have forme
 
 
 def abort_duplicates(group: dist.ProcessGroup) -> None:
-    """End what is under way on a device in our duplicates of `group`, whatever ranks it waits for. What was computed
-    from it is of no use, nor are the duplicates. gloo's collectives cannot be ended."""
+    """Abort the collectives on a device in paceline's duplicates of `group`, whichever ranks they wait for. Their
+    results are useless, and so are the duplicates. gloo's collectives cannot be aborted."""
     _abort([carrier.communicator_of(group) for carrier in list(_carriers)])
 
 
 def abort_all() -> None:
-    """The same in every group of this process, those of the user too."""
+    """The same in every group of this process, including the user's."""
     listed = [_nccl_of(group) for group in dist.distributed_c10d._world.pg_map]
     _abort([*(carrier.communicator_of(None) for carrier in list(_carriers)), *listed])
 
 
 def _abort(communicators: Sequence[Any | None]) -> None:
-    """All at once, each on a thread: an abort first tells the kernels of its own communicator to return and then frees
-    memory, which waits for the whole device. One by one, the first would wait for a kernel of the second for ever."""
+    """All at once, each on its own thread: an abort first tells the kernels of its own communicator to return and then
+    frees memory, which waits for the whole device. One by one, the first would wait forever for a kernel of the
+    second."""
     found = {id(one): one for one in communicators if one is not None}
     threads = [threading.Thread(target=one.abort, name="paceline abort", daemon=True) for one in found.values()]
     for thread in threads:
@@ -148,7 +149,7 @@ def _warn_of_sharing(rank: int, why: str) -> None:
 
 
 def own_backends(group: dist.ProcessGroup, kinds: Collection[str] = ()) -> dict[str, Any]:
-    """The backends of `group` that `form_own_group` can make again, by name. Empty if it has another one.
+    """The backends of `group` that `form_own_group` can create again, by name. Empty if it has any other.
 
     `kinds` are the kinds of devices ("cpu", "cuda") whose tensors are moved: where one backend can move them all, the
     others are left out, since a host tensor can be sent through a device and a communicator costs memory there.
@@ -168,8 +169,8 @@ def form_own_group(
 ) -> dist.ProcessGroup:
     """A group that torch does not list, with backends like those given. All ranks call it. Blocks until they have.
 
-    `ranks`: those of the given backends' groups that are in it; all of them by default. The others call it as well, for
-    groups of their own: a communicator is split by all ranks at once.
+    `ranks`: the members, by their numbers in the given backends' groups; all by default. The others call it as well,
+    for groups of their own: a communicator is split by all ranks at once.
     """
     own = dist.ProcessGroup(store, rank, size)
     for name, like in backends.items():
@@ -188,8 +189,8 @@ def form_own_group(
 
 @contextmanager
 def _errors_are_ours() -> Iterator[None]:
-    """A communicator that is made inside does not end the process when a peer is lost, as torch's watchdog thread does
-    by default, at once and without a name: `collectives.watcher` tells who it was, and the caller raises."""
+    """A communicator created inside does not end the process when a peer is lost, as torch's watchdog thread does
+    by default, at once and without naming it: `collectives.watcher` names the rank, and the caller raises."""
     before = {name: os.environ.get(name) for name in _OURS}
     os.environ.update(_OURS)
     try:
@@ -203,8 +204,8 @@ def _errors_are_ours() -> Iterator[None]:
 
 
 def _gloo_options(like: Any) -> Any:
-    """Options for a group that listens and connects where `like` does, through the same devices: a device of its own
-    would listen where this machine's name leads."""
+    """Options for a group that listens and connects where `like` does, through the same devices: a new device
+    would listen at the address of this machine's name."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = like.options._timeout
     options._devices = like.options._devices
@@ -212,13 +213,13 @@ def _gloo_options(like: Any) -> Any:
 
 
 def _nccl_options(like: Any, ranks: Sequence[int]) -> Any:
-    """Options for a communicator of some ranks that is split off `like`'s where that one exists: it then shares its
+    """Options for a communicator of some ranks that is split off `like`'s if that exists: it then shares its
     connections."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = like.options._timeout
     if hasattr(options, "split_from"):
         options.split_from = like
-        options.split_color = 1 + ranks[0]  # the same for those who are in one group
+        options.split_color = 1 + ranks[0]  # the same for all members of one group
         options.global_ranks_in_group = list(ranks)
     return options
 

@@ -1,4 +1,4 @@
-"""What ranks know about each other: a record per rank on the group's store."""
+"""The records that ranks post about themselves, one per rank, on the group's store."""
 
 import _thread
 import json
@@ -20,18 +20,18 @@ from paceline.errors import Malformed, MessageDamaged
 from paceline.rank_report import STORE_HOST_NAME
 from paceline.typed_json import read_json
 
-# What to do about a value on the store of a group that no rank of it has written.
-FOREIGN = "another program may write to the store of this group: see who else can connect to this machine"
+# The advice about a value on a group's store that none of its ranks has written.
+FOREIGN = "another program may write to the store of this group: check which processes can connect to this machine"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """One process, so that another process on the same host can tell whether it still lives."""
+    """One process, so that another process on the same host can check whether it is still alive."""
 
-    host: str  # equal on two ranks exactly when they see the same process numbers
+    host: str  # equal on two ranks exactly if they share a process id namespace
     hostname: str
     pid: int
-    started: str  # kernel ticks since boot: a process number alone is soon used again
+    started: str  # kernel ticks since boot: a process id alone may be reused soon
     address: str = ""  # of its machine, where the launcher has placed ranks on several
 
     @classmethod
@@ -47,11 +47,11 @@ class Identity:
 
     @classmethod
     def decode(cls, text: bytes) -> "Identity":
-        """What `encode` made. Raises Malformed for anything else."""
+        """The reverse of `encode`. Raises Malformed for anything else."""
         return read_json(cls, text, "a process")
 
     def state(self) -> str:
-        """Of a process on this host: "alive", "stopped" or "dead"."""
+        """The state of a process on this host: "alive", "stopped" or "dead"."""
         letter, started = _stat(self.pid)
         if letter in ("", "Z", "X") or started != self.started:
             return "dead"
@@ -73,7 +73,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a thread of a rank waits in."""
+    """A wait of a thread of a rank."""
 
     what: str
     since: float  # wall clock
@@ -95,20 +95,20 @@ class Issued:
 
 @dataclass(frozen=True)
 class PeerRecord:
-    """All that a rank says about itself."""
+    """The record that a rank posts about itself."""
 
     identity: Identity
     waits: list[Wait] = field(default_factory=list)  # one per thread that waits
-    free: int = 0  # threads that start collectives of this group as well, and wait in none now
+    free: int = 0  # other threads that start collectives of this group, and are not waiting
     sequences: dict[str, Issued] = field(default_factory=dict)
     looks: int = 0  # grows while the rank waits: the record is no older than the newest look
     last: str = ""
-    answers: bool = False  # it has noticed a failure, and lives
+    answers: bool = False  # it has noticed a failure, and is alive
     blames: list[int] = field(default_factory=list)
     ended: bool = False  # it has left the group, and will start nothing in it any more
     failed: str = ""  # the end of the traceback that ends it
-    # A deadlock this rank has seen: the text, and since when the threads of each rank had waited. Those that still wait
-    # since then raise it too, even if they look only after the first has left.
+    # A deadlock this rank has seen: the text, and since when the threads of each rank had waited. Threads that still
+    # wait since then raise it too, even if they look only after the first has left.
     verdict: tuple[str, list[list[float]]] | None = None
 
     def issued(self, sequence: str) -> int:
@@ -119,15 +119,15 @@ class PeerRecord:
 
     @classmethod
     def decode(cls, text: bytes, rank: int) -> "PeerRecord":
-        """What that rank has posted. Raises MessageDamaged if it is no such record."""
+        """The record that a rank has posted. Raises MessageDamaged if it is malformed."""
         try:
-            return read_json(cls, text, f"what rank {rank} says of itself")
+            return read_json(cls, text, f"the record of rank {rank}")
         except Malformed as error:
             raise MessageDamaged(f"{error}; {FOREIGN}", ranks=[rank]) from error
 
 
 class OwnState:
-    """What this process has to say to one group. All watches over the group share it, on all threads."""
+    """The state of this process in one group. All watches over the group share it, on all threads."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -143,11 +143,11 @@ class OwnState:
         self._looks = 0
 
     def calls(self, sequence: str) -> CallLog:
-        """What this process starts in one sequence of the group's collectives."""
+        """The collectives that this process starts in one sequence of the group."""
         return self._sequences.setdefault(sequence, CallLog(self._threads))
 
     def waits(self, wait: Wait) -> None:
-        """This thread waits. `since` stays what it was while the wait is the same."""
+        """This thread waits. `since` does not change while the wait is the same."""
         me = _thread.get_ident()
         with self.lock:
             self._threads.add(me)
@@ -158,7 +158,7 @@ class OwnState:
                 self._said.update(answers=False, blames=[], verdict=None)
 
     def left(self) -> bool:
-        """This thread waits no longer. Returns whether it was known to."""
+        """This thread no longer waits. Returns whether its wait was recorded."""
         with self.lock:
             wait = self._waits.pop(_thread.get_ident(), None)
             if wait is not None:
@@ -167,7 +167,7 @@ class OwnState:
 
     @property
     def waiting(self) -> Wait | None:
-        """What this thread waits in."""
+        """The current wait of this thread."""
         return self._waits.get(_thread.get_ident())
 
     def say(self, **fields: Any) -> None:
@@ -175,8 +175,8 @@ class OwnState:
             self._said.update(fields)
 
     def record(self) -> PeerRecord:
-        # A thread that runs no Python, such as an idle one of autograd's, starts nothing by itself. Only the numbers
-        # are kept: the frames would hold all that the threads hold.
+        # A thread that runs no Python, such as an idle one of autograd's, starts nothing on its own. Only the numbers
+        # are kept: frames would keep the threads' objects alive.
         alive = set(sys._current_frames())
         with self.lock:
             self._threads &= alive
@@ -194,7 +194,7 @@ _own: "weakref.WeakKeyDictionary[Store, dict[int, OwnState]]" = weakref.WeakKeyD
 
 
 def own_state(store: Store, rank: int) -> OwnState:
-    """What this process says as `rank` of the group that has this store."""
+    """The state of this process as `rank` of the group with this store."""
     ranks = _own.setdefault(store, {})
     state = ranks.get(rank)
     if state is None or state.pid != os.getpid():
@@ -203,7 +203,7 @@ def own_state(store: Store, rank: int) -> OwnState:
 
 
 def own_states() -> list[tuple[Store, int, OwnState]]:
-    """All groups that this process is in: their stores, its rank there, and what it says."""
+    """All groups of this process: their stores, its rank there, and its state."""
     pid = os.getpid()
     return [(store, rank, own) for store, ranks in _own.items() for rank, own in ranks.items() if own.pid == pid]
 
@@ -250,7 +250,7 @@ class PeerBoard:
 
 
 def post_end(store: Store, rank: int, size: int) -> None:
-    """Say that this rank leaves the group, so that nobody waits for it without end."""
+    """Post that this rank leaves the group, so that no rank waits for it forever."""
     board = PeerBoard(store, rank, size)
     board.own.say(ended=True)
     board.post()

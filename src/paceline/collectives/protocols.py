@@ -1,7 +1,7 @@
-"""How bytes move: the protocols that every transport answers to.
+"""The protocols that every transport implements.
 
-A transport starts a collective and hands back a `Work`. Nothing in a transport waits without an end: whoever needs the
-result waits in slices through `collectives.group.finish`, which looks at the `Watch` between slices. So Ctrl-C ends a
+A transport starts a collective and returns a `Work`. Nothing in a transport waits without a limit: callers wait for the
+result in slices through `collectives.group.finish`, which consults the `Watch` between slices. So Ctrl-C ends a
 wait at once, and a dead or absent peer is named.
 """
 
@@ -34,7 +34,8 @@ class Work(Protocol):
     """One collective in flight."""
 
     def done(self) -> bool:
-        """Whether it has completed (well or not). Never blocks. May start the next collective of a work of several."""
+        """Whether it has completed, with or without an error. Never blocks. May start the next collective of a work of
+        several."""
         ...
 
     def wait(self, seconds: float) -> bool:
@@ -46,18 +47,18 @@ class Work(Protocol):
 
 
 class Watch(Protocol):
-    """Who is alive, and who waits for whom."""
+    """Which ranks are alive, and which wait for which."""
 
     def look(self, what: str, waited_s: float) -> None:
         """Called between the slices of a wait for `what`: reports absent peers, raises for dead ones."""
         ...
 
     def explain(self, what: str, waited_s: float, error: Exception) -> Exception:
-        """The typed error that says why `what` failed with `error`: which rank is gone, as far as can be known."""
+        """The typed error that says why `what` failed with `error`: which rank has died, as far as that is known."""
         ...
 
     def left(self) -> None:
-        """Called when a wait that was looked at has ended, however it ended."""
+        """Called when a wait that was passed to `look` has ended, with or without an error."""
         ...
 
     def absent(self) -> list[int]:
@@ -67,7 +68,7 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a transport is able to do with tensors on one kind of device, and how."""
+    """The capabilities of a transport for tensors on one kind of device."""
 
     single: bool = False
     """No other rank takes part. A group written in Python may reach further than its size says."""
@@ -79,8 +80,8 @@ class Traits:
     tree_sum: bool = False
     """`all_reduce` can do `Op.TREE`."""
     stream_ordered: bool = False
-    """Collectives are queued on a stream, so that to wait for one orders the current stream after it, and the host goes
-    on."""
+    """Collectives are queued on a stream, so that waiting for one orders the current stream after it and does not
+    block the host."""
     all_to_all: bool = False
     """`all_to_all` works. Not every process group can do it."""
     reduce_scatter: bool = False
@@ -106,11 +107,11 @@ class Transport(Protocol):
     def watch(self) -> Watch: ...
 
     def traits(self, device: torch.device) -> Traits:
-        """What holds for collectives of tensors on `device`. Equal on all ranks, and cheap to ask."""
+        """The traits of collectives of tensors on `device`. Equal on all ranks, and cheap to query."""
         ...
 
     def progress(self) -> None:
-        """Do what this rank owes to the collectives in flight, as far as the others are ready. Never blocks."""
+        """Do this rank's part of the collectives in flight, as far as the others are ready. Never blocks."""
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -151,18 +152,18 @@ class Transport(Protocol):
 
 
 class ShardedTransport(Transport, Protocol):
-    """A transport that reduces into shards, and gathers them, where they are in memory."""
+    """A transport that reduces into shards, and gathers them, in place."""
 
     def reduce_scatter(self, flat: torch.Tensor, spans: Sequence[Sequence[Span]], op: Op = Op.SUM) -> Work:
-        """Combine `flat` over all ranks, in place: this rank gets the spans `spans[rank]` of the result, and whatever
-        else is in `flat` afterwards means nothing. Fewer spans than ranks: rank `len(spans)` begins anew, so that
-        ranks so far apart get the same."""
+        """Combine `flat` over all ranks, in place: this rank gets the spans `spans[rank]` of the result, and the
+        rest of `flat` is undefined afterwards. Fewer spans than ranks: rank `len(spans)` starts over with the first, so
+        that ranks that far apart get the same."""
         ...
 
     def gather_blocks(
         self, own: Sequence[torch.Tensor], blocks: Sequence[Sequence[torch.Tensor]], tag: int
     ) -> "Gather":
-        """Bring the flat blocks `own`, and have those of rank r in `blocks[r]`."""
+        """Send the flat blocks `own`, and receive those of rank r in `blocks[r]`."""
         ...
 
 
@@ -175,14 +176,14 @@ class ScatteringTransport(Transport, Protocol):
 
 
 class Gather(Work, Protocol):
-    """Blocks on their way."""
+    """A gather of blocks in flight."""
 
     tags: Sequence[float]
-    """Of all ranks, when it is complete: what each of them says that it gathers."""
+    """The tags of all ranks, once complete: what each of them is gathering."""
 
 
 class CollectiveCall(NamedTuple):
-    """What a rank calls. The text is equal on two ranks exactly when the collectives match; it is made when needed."""
+    """A rank's call. The text is equal on two ranks exactly if the collectives match; it is created on demand."""
 
     kind: str
     dtype: torch.dtype
@@ -213,7 +214,7 @@ def is_reducible(dtype: torch.dtype, op: Op) -> bool:
 
 
 def check_reducible(tensor: torch.Tensor, op: Op) -> None:
-    """Refuse what no transport can reduce, with the same error on all of them."""
+    """Refuse what no transport can reduce, with the same error for all transports."""
     kind = tensor.dtype
     if not is_reducible(kind, op):
         if op is Op.MEAN:
@@ -229,7 +230,7 @@ def check_tree(op: Op, able: bool) -> None:
     """Refuse the tree where a transport has no such sum. `able`: its `Traits.tree_sum`."""
     if op is Op.TREE and not able:
         raise UsageError(
-            "this transport cannot add in the tree over rank numbers, as op='tree' asks for; shared memory can, as can "
+            "this transport cannot add in the tree over rank numbers, as op='tree' requires; shared memory can, as can "
             "gloo and NCCL between at most 2 ranks; check `traits(device).tree_sum` first, or use sum"
         )
 

@@ -1,4 +1,4 @@
-"""How one bucket is combined: what a reduction is given, what it returns, and the plain mean."""
+"""How one bucket is combined: the input and output of a reduction, and the plain mean."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from paceline.blocks import Block
 from paceline.collectives.protocols import Op, Transport, Work
 from paceline.placement import Span
 
-LaneBlock = tuple[Block, torch.Tensor]  # which lanes, and the flat sum of their gradients
+LaneBlock = tuple[Block, torch.Tensor]  # the lanes, and the flat sum of their gradients
 
 
 class GradBucket:
@@ -28,7 +28,7 @@ class GradBucket:
         blocks: Sequence[LaneBlock] = (),
         spans: Sequence[Sequence[Span]] = (),
     ) -> None:
-        """`spans`: for each rank of a shard group, which parts of the result it keeps; empty if all keep all of it."""
+        """`spans`: for each rank of a shard group, the parts of the result that it keeps; empty: all of it."""
         self.spans = spans
         self._index = index
         self._buffer = buffer
@@ -66,12 +66,12 @@ class GradBucket:
 
 
 def result_is_in_place() -> None:
-    """The result is in the bucket's own memory already."""
+    """The result is already in the bucket's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One reduction under way: what to wait for, and how the result then gets into the bucket.
+    """One reduction in flight: the work to wait for, and how the result then gets into the bucket.
 
     `result` runs once, after `work` is complete. It returns the reduced flat tensor, or None when it is in place.
     """
@@ -82,7 +82,7 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The mean over all ranks: divided in the collective where that is free, else on the way into the bucket."""
+    """The mean over all ranks: divided in the collective if that is free, else when gradients enter the bucket."""
 
     multi_step: bool = False
     trivial_alone: bool = True

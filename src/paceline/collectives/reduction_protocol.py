@@ -1,5 +1,5 @@
-"""What every reduction answers to, and what some ask for beside it. The plain mean is in `reduction`, the others in
-`strategies`."""
+"""The protocols that reductions implement: one for all, and some optional ones. The plain mean is in `reduction`, the
+others in `strategies`."""
 
 from typing import Protocol, runtime_checkable
 
@@ -32,7 +32,7 @@ class Reduction(Protocol):
 
 @runtime_checkable
 class Demanding(Protocol):
-    """A reduction that does not go over every transport."""
+    """A reduction that not every transport supports."""
 
     def check_transport(self, transport: Transport, device: torch.device) -> None:
         """Raise UsageError if tensors on `device` cannot be combined over `transport`. All ranks come to the same."""
@@ -41,10 +41,10 @@ class Demanding(Protocol):
 
 @runtime_checkable
 class Remembering(Protocol):
-    """A reduction that knows something from earlier steps, on which the ranks of a group have to agree."""
+    """A reduction with state from earlier steps, on which the ranks of a group have to agree."""
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset."""
         ...
 
 
@@ -55,6 +55,6 @@ def check_goes_over(transport: Transport, reduction: Reduction, device: torch.de
 
 
 def forget_other_ranks(reduction: Reduction) -> None:
-    """The ranks of the group change: what was known among the old ones is not known among the new."""
+    """The ranks of the group change: drop state that the old ranks shared."""
     if isinstance(reduction, Remembering):
         reduction.forget()

@@ -1,4 +1,4 @@
-"""Memory of collectives that is used again."""
+"""Reused memory of collectives."""
 
 import torch
 
@@ -6,18 +6,18 @@ MOST_BYTES = 1 << 24  # kept at most, of one type
 
 
 class SpareMemory:
-    """Flat memory on the host that is used again: the first touch of new memory is slow, and the C library may not
-    return it to the system.
+    """Flat host memory that is reused: the first touch of new memory is slow, and the C library may not return it to
+    the system.
 
-    Whoever takes some has it to itself until it is given back. A collective that nobody waited for never gives back
-    what it may still write to.
+    Memory that was taken is exclusive until it is given back. A collective that was never waited for does not give back
+    memory that it may still write to.
     """
 
     def __init__(self) -> None:
         self._free: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for at least `count` numbers, with anything in it."""
+        """Memory for at least `count` numbers, uninitialized."""
         free = self._free.setdefault(dtype, [])
         found = free.pop() if free else None
         return found if found is not None and found.numel() >= count else torch.empty(count, dtype=dtype, device="cpu")

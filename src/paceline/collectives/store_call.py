@@ -1,19 +1,19 @@
-"""Calls to a store that end when their caller wants, and what must be over before the interpreter is taken down.
+"""Calls to a store that their caller can end, and threads that must finish before the interpreter shuts down.
 
-Why processes died when their script was over
+Why processes crashed at the end of their script
 ---------------------------------------------
-From some point of its end on, Python ends every other thread that asks for the interpreter, by `pthread_exit`. Inside
+From some point of its shutdown on, Python ends every other thread that takes the GIL, by `pthread_exit`. Inside
 C++ that does not unwind: the process aborts ("terminate called without an active exception") or crashes. Two kinds of
 threads ask for the interpreter late:
 
 - a `StoreCall` that comes back from the store, and
-- gloo's own threads. Each lets go of a collective some moments after whoever waited for it went on, and when it is the
+- gloo's own threads. Each releases a collective shortly after its waiter has continued, and if it is the
   last to hold a tensor it must free the Python object of it. `dist.all_reduce(torch.ones(40000))` as the last line of a
   script is enough.
 
-Both need microseconds, and have seconds on a busy machine, since the main thread need not wait for them. So it does, in
+Both need microseconds, or seconds on a busy machine, and the main thread would not wait for them. So it does, in
 an exit handler: those run while threads can still get the interpreter. A thread that waits for a peer or for a silent
-store is not waited for: it is not about to come back, and what an abandoned collective holds is never given back (see
+store is not waited for: it is not about to return, and an abandoned collective never releases its tensors (see
 `torch_dist.SlicedWork`).
 """
 
@@ -41,8 +41,8 @@ class StoreCall(Generic[T]):
     Why a thread
     ------------
     A TCPStore answers from a thread of the process that hosts it, usually rank 0. If that process is stopped, even
-    `check` blocks its caller for the store's whole timeout (five minutes), deaf to Ctrl-C. And `Store.wait` with a
-    short timeout is no way out: TCPStore prints two warnings each time, FileStore sleeps a whole second.
+    `check` blocks its caller for the store's whole timeout (five minutes), ignoring Ctrl-C. And `Store.wait` with a
+    short timeout does not help: TCPStore prints two warnings each time, FileStore sleeps a whole second.
 
     The thread is a bare one: `threading.Thread` and `Event` would cost 130 µs more in every checked collective.
     """
@@ -89,12 +89,12 @@ class StoreCall(Generic[T]):
         return self._result if self._over else None
 
     def stop(self) -> None:
-        """Let the call end at its next `pause`, and wait a moment for that."""
+        """Let the call end at its next `pause`, and wait briefly for that."""
         self._stopping = True
         self._join(0.2)
 
     def pause(self, seconds: float) -> bool:
-        """For the call itself: sleep, and return whether to go on."""
+        """For the call itself: sleep, and return whether to continue."""
         time.sleep(seconds)
         return not self._stopping
 
@@ -106,7 +106,7 @@ class StoreCall(Generic[T]):
 
 @cache
 def calls_joined_at_exit() -> set[StoreCall[Any]]:
-    """The calls of this process that are still running. From the first use on, the end of the process waits for them,
+    """The calls of this process that are still running. After the first use, the process waits for them at exit,
     and for gloo's threads."""
     running: set[StoreCall[Any]] = set()
     atexit.register(join_threads, running, os.getpid())
@@ -114,13 +114,13 @@ def calls_joined_at_exit() -> set[StoreCall[Any]]:
 
 
 def join_threads(running: set[StoreCall[Any]], pid: int) -> None:
-    """Wait until the calls that process `pid` has started are over and gloo's threads are idle, for a moment at most.
+    """Wait until the calls that process `pid` has started are over and gloo's threads are idle, but only briefly.
 
     In a child that was forked off, none of these threads exists.
     """
     deadline, calm = time.monotonic() + WITHIN_S, 0
     while calm < CALM and time.monotonic() < deadline:
-        # To sleep is what lets the others get the interpreter.
+        # Sleeping lets the other threads get the GIL.
         time.sleep(PAUSE_S)
         over = os.getpid() != pid or all(call.done() for call in list(running))
         calm = calm + 1 if over and not _gloo_is_busy() else 0
@@ -130,7 +130,7 @@ def _gloo_is_busy() -> bool:
     """Whether a thread of gloo's runs or wants to. One that is idle, or waits for a peer, sleeps."""
     try:
         tasks = list(_TASKS.iterdir()) if _TASKS.is_dir() else []
-    except OSError:  # no further file can be opened: they are given the time that they may need
+    except OSError:  # no further file can be opened: assume that they are busy
         return True
     for task in tasks:
         try:

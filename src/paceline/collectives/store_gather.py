@@ -1,4 +1,4 @@
-"""How ranks that have no transport yet tell each other things: through the store of their group."""
+"""Exchange between ranks that have no transport yet, through the store of their group."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class NoSharedMemory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """All ranks of a group, at one `place` of its store that nobody has written to before."""
+    """All ranks of a group, at one unused `place` of its store."""
 
     place: Store
     rank: int
@@ -59,7 +59,7 @@ class Rendezvous:
 
 
 def posted_in(text: bytes, key: str) -> tuple[int, str]:
-    """The number of the gather in which a rank has posted this, and its text; -1 for what was taken back. Raises
+    """The number of the gather in which a rank has posted this, and its text; -1 if it was taken back. Raises
     MessageDamaged if no rank has posted it."""
     if not text:
         return -1, ""
@@ -70,7 +70,7 @@ def posted_in(text: bytes, key: str) -> tuple[int, str]:
 
 
 class StoreGather:
-    """One text of every rank, exchanged through a store. The n-th gather of a rank under a `topic` is the n-th of all.
+    """Exchanges one text per rank through a store. The n-th gather of a rank under a `topic` is the n-th of all.
 
     The number is counted on the store, so that no state outlives the group.
     """
@@ -83,7 +83,8 @@ class StoreGather:
         self._text = text
 
     def run(self, call: StoreCall[list[str]]) -> list[str]:
-        """Post the own text and read those of all ranks. Returns nothing if it is stopped before all have come."""
+        """Post this rank's text and read those of all ranks. Returns an empty list if it is stopped before all have
+        posted."""
         number = self._store.add(self._counter, 1)
         self._store.set(self._key(number, self._rank), f"{number} {self._text}")
         pause_s = 0.00005
@@ -94,9 +95,9 @@ class StoreGather:
         return found
 
     def _take_back(self, number: int) -> list[str]:
-        """As if this rank had never come, so that a second try finds the others.
+        """Undo this rank's post, so that a second try finds the others.
 
-        Unless the last of them has come meanwhile: then some may have seen this rank there, and gone on.
+        Not if the last rank has posted meanwhile: then some may have seen this rank's post, and continued.
         """
         key = self._key(number, self._rank)
         self._store.set(key, "")
@@ -107,7 +108,7 @@ class StoreGather:
         return []
 
     def _read(self, number: int) -> list[str]:
-        """What each rank has posted, or nothing if some have not come to this gather yet."""
+        """The posts of all ranks, or an empty list if some are missing."""
         keys = [self._key(number, peer) for peer in range(self._size) if peer != self._rank]
         if number <= 2 and not self._store.check(keys):  # `multi_get` waits for a key that was never set
             return []
@@ -123,6 +124,6 @@ class StoreGather:
         return f"{self._topic}/count/{self._rank}"
 
     def _key(self, number: int, rank: int) -> str:
-        # Two places are enough: who posts has seen that all ranks came to the gather before, so all have read the one
+        # Two places are enough: a rank that posts has seen all posts of the previous gather, so all have read the one
         # before that.
         return f"{self._topic}/{number % 2}/{rank}"

@@ -1,4 +1,4 @@
-"""What runs on the streams of a device: torch.distributed's work as ours, and memory that a stream still reads."""
+"""Work on device streams: torch.distributed's works as `Work`, and memory that a stream still reads."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class StreamWork:
 
 
 def used_here(tensor: torch.Tensor) -> None:
-    """Keep memory of a device from being given away while the current stream reads it: it was allocated on the stream
-    of a gradient, which may be another one."""
+    """Keep device memory from being reused while the current stream reads it: it was allocated on the stream of a
+    gradient, which may be another one."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

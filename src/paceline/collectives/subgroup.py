@@ -1,6 +1,6 @@
 """A transport over some of the ranks of a group: those that shard parameters among them, or those that hold one shard.
 
-Errors name ranks by their numbers in the whole group, since nobody knows them by others.
+Errors name ranks by their numbers in the whole group, which are the ones that users know.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -33,7 +33,7 @@ class Subgroup(Group):
 
 
 def ranks_of(group: Group) -> Sequence[int]:
-    """The numbers of the ranks of a group, as the user knows them."""
+    """The numbers of the ranks of a group, in the user's numbering."""
     return group.ranks if isinstance(group, Subgroup) else range(group.size)
 
 
@@ -64,7 +64,7 @@ def split(
     devices: Collection[torch.device],
     timeout_s: float | None,
 ) -> Transport:
-    """A transport over that one of `parts` in which this rank is. All ranks of `base` call it, with the same parts.
+    """A transport over the one of `parts` that contains this rank. All ranks of `base` call it, with the same parts.
 
     Tensors on the CPU go through shared memory where the ranks of every part can share it, unless "torch" is `wanted`.
     """
@@ -101,17 +101,17 @@ def split(
             for part in parts:
                 check_share_host([peers[rank] for rank in part])
             mesh = connect(everyone, listener, [peers[rank] for rank in ranks])
-        except NoSharedMemory:  # said already, where the transport of all ranks was chosen
+        except NoSharedMemory:  # logged already, when the transport of all ranks was chosen
             return flat.connect()
     return ShmTransport(mesh, watch=watch, fallback=flat, again=again)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGroups:
-    """The two groups of a rank where shards are over some of the ranks only."""
+    """The two groups of a rank if shards span only some of the ranks."""
 
-    shard: Group  # who has all shards between them
-    twins: Group  # who has the same shard as this rank, in the other shard groups
+    shard: Group  # the ranks that hold all shards between them
+    twins: Group  # the ranks that hold the same shard as this rank, in the other shard groups
 
     @classmethod
     def of(

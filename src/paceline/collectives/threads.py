@@ -49,7 +49,7 @@ class ThreadWorld:
         return self._transports[rank]
 
     def leave(self, rank: int, why: str) -> None:
-        """Say that a rank issues no more collectives. Those that need it then raise PeerLost with `why`."""
+        """Declare that a rank issues no more collectives. Those that need it then raise PeerLost with `why`."""
         with self._changed:
             self._gone.setdefault(rank, why)
             self._changed.notify_all()
@@ -57,14 +57,14 @@ class ThreadWorld:
     def _join(
         self, place: "_Place", rank: int, call: str, source: torch.Tensor, target: torch.Tensor, combine: "_Combine"
     ) -> "_Round":
-        """Deposit a contribution. The last rank to come combines all of them.
+        """Deposit a contribution. The last rank to arrive combines all of them.
 
-        Why nobody reads a tensor that its owner may have changed
+        Why no rank reads a tensor that its owner may have changed
         ---------------------------------------------------------
         A contribution is the caller's own tensor, not a copy. Its owner may touch it again only after its `wait` has
-        returned True, and that happens only after the last rank to come has both read every contribution and written
+        returned True, and that happens only after the last rank to arrive has both read every contribution and written
         every result, in this one place and under the lock. Results are made before the first is written, since ranks
-        may well hand in the same tensor or views of one another.
+        may pass the same tensor or views of one another.
         """
         with self._changed:
             joined = self._rounds.setdefault(place, _Round())
@@ -116,7 +116,7 @@ class ThreadTransport:
         self.size = size
         self.watch = _ThreadWatch(world, rank)
         self._world = world
-        self._sequence = sequence  # duplicates count their collectives apart
+        self._sequence = sequence  # duplicates count their collectives separately
         self._duplicates = 0
         self._started = 0
         self._traits = Traits(single=size == 1, tree_sum=True, all_to_all=True)
@@ -156,7 +156,7 @@ class ThreadTransport:
         return ThreadTransport(self._world, self.rank, self.size, sequence=(*self._sequence, self._duplicates))
 
     def close(self) -> None:
-        """Take the rank out of the world, unless this is one of several transports that it has there."""
+        """Remove the rank from the world, unless it has other transports there."""
         if not self._sequence:
             self._world.leave(self.rank, "closed its transport")
 
@@ -191,7 +191,7 @@ class _ThreadWork:
         return True
 
     def _is_decided(self) -> bool:
-        """Whether it is over. Raises if it never will be."""
+        """Whether it is complete. Raises if it never will be."""
         for rank, why in self._world._gone.items():
             if not self._round.over and rank not in self._round.calls:
                 raise PeerLost(
@@ -202,7 +202,7 @@ class _ThreadWork:
 
 
 class _ThreadWatch:
-    """Threads share one memory, so who is missing is simply known."""
+    """Threads share memory, so missing ranks are known directly."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world

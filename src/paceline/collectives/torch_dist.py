@@ -132,7 +132,7 @@ class TorchDistTransport:
             return self._begun(raw, call, out, 1)
         # Every rank sends its part to every other. gloo's own all_gather takes twice as long, at all sizes: it fills
         # new memory and copies that, on a thread whose heap keeps it.
-        # Small memory is not worth keeping.
+        # Small buffers are not worth keeping.
         lent = None if filled.numel() < SMALL else (self._spare, self._spare.take(filled.numel(), filled.dtype))
         copies = torch.empty_like(filled) if lent is None else lent[1][: filled.numel()]
         copies.view(self.size, -1).copy_(sent.view(-1))  # a part may be empty
@@ -169,7 +169,7 @@ class TorchDistTransport:
     ) -> Work:
         self.watch.calls.began(call)
         if tensor.numel() < SMALL:
-            # Kept for a while, so that it is not gloo's thread that drops the last reference: a work object holds
+            # Kept for a while, so that gloo's thread does not drop the last reference: a work object holds
             # Python objects, and a thread that asks for the interpreter while that ends aborts the process.
             self._recent.append(raw)
         if self._routes[tensor.device].traits.stream_ordered:
@@ -177,7 +177,7 @@ class TorchDistTransport:
         return SlicedWork(raw, tensor, divide_by, self._pin, lent)
 
     def sliced(self, raw: Any, tensor: torch.Tensor, divide_by: int) -> "SlicedWork":
-        """A work object of a group written in Python as ours."""
+        """A work object of a group written in Python, as a `Work`."""
         return SlicedWork(raw, tensor, divide_by, self._pin, None)
 
     def dup(self, timeout_s: float | None = None, devices: Collection[torch.device] = ()) -> "TorchDistTransport":
@@ -193,10 +193,10 @@ class TorchDistTransport:
         return TorchDistTransport(self.users_group, watch=watch, own_group=form, devices=devices)
 
     def connect(self) -> "TorchDistTransport":
-        """Form the own group now. All ranks do.
+        """Form the own group now. All ranks call it.
 
-        NCCL connects in the first collective on a device. Were that in a backward, ranks could do it for two replicas
-        in two orders, and wait for each other without end.
+        NCCL connects in the first collective on a device. In a backward, ranks could do that for two replicas
+        in two orders, and wait for each other forever.
         """
         if self.carrier.duplicates and "nccl" in {self._route(device).backend for device in self._devices}:
             for device in sorted(self._devices, key=str):
@@ -206,7 +206,7 @@ class TorchDistTransport:
         return self
 
     def close(self) -> None:
-        """Leave a group of its own. Any other belongs to whoever made it."""
+        """Release a group of its own. Any other belongs to its creator."""
         self.carrier.leave(list(self._recent)[-1:])
 
     def _route(self, device: torch.device) -> Route:
@@ -217,7 +217,7 @@ class TorchDistTransport:
 
     @contextmanager
     def _naming_the_lost(self, call: CollectiveCall) -> Iterator[None]:
-        """A collective that cannot even be started, because a connection has broken, says who was lost."""
+        """Name the lost rank if a collective cannot even be started because a connection has broken."""
         try:
             yield
         except dist.DistBackendError as error:
@@ -270,13 +270,13 @@ class SlicedWork:
         except TypeError:  # a Work written in Python need not take a timeout
             return self._raw.wait() is not False or self._raw_done()
         except (RuntimeError, TimeoutError) as error:
-            if "not implemented" in str(error):  # one that was made from a future takes none either
+            if "not implemented" in str(error):  # one made from a future does not take one either
                 return FutureWork(self._raw.get_future()).wait(seconds)
             if not self._raw_done():
                 if isinstance(error, TimeoutError) or "timed out" in str(error).lower():
                     return False  # the slice is over, nothing else
                 raise
-        # It failed, or completed just after the slice: another wait returns at once and tells which.
+        # It failed, or completed just after the slice: another wait returns at once and shows which.
         self._unpin()
         self._raw.wait()
         return True
@@ -284,7 +284,7 @@ class SlicedWork:
     def _raw_done(self) -> bool:
         try:
             return bool(self._raw.is_completed())
-        except (AttributeError, NotImplementedError):  # nor be able to tell
+        except (AttributeError, NotImplementedError):  # nor support this query
             return False
 
     def _unpin(self) -> None:
@@ -311,7 +311,7 @@ class Pin:
     The destructor of ProcessGroupGloo joins its threads, and a thread whose peer never comes waits for the group's
     timeout (30 minutes). It runs in `dist.destroy_process_group()` and when the interpreter clears its modules, so a
     rank that was interrupted could not exit. Gloo's `abort` and `shutdown` do nothing about it (measured, torch 2.13).
-    A reference that nobody gives back skips the destructor: the kernel ends the threads with the process.
+    A reference that is never released skips the destructor: the kernel ends the threads with the process.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""What torch's backends are told to do with an `Op`."""
+"""torch's options for an `Op`."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _REDUCE_OPS: dict[Op, Any] = {
 
 
 def reduce_options(op: Op, backend: str) -> tuple[AllreduceOptions, bool]:
-    """torch's options for `op`, and whether the sum is still to be divided: only NCCL makes a mean by itself."""
+    """torch's options for `op`, and whether the sum must still be divided: only NCCL computes a mean itself."""
     divides = op is Op.MEAN and backend != "nccl"
     options = AllreduceOptions()
     options.reduceOp = _REDUCE_OPS[Op.SUM if divides else op]

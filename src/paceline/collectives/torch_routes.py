@@ -1,4 +1,4 @@
-"""How the tensors of one device travel over a torch process group: found out once per device."""
+"""How tensors of one device are sent over a torch process group, determined once per device."""
 
 import weakref
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ _ADDS_PLAINLY = ("gloo", "nccl")  # in the type of the tensors
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How tensors on one device travel."""
+    """How tensors on one device are sent."""
 
     traits: Traits
     backend: str
-    detour: DeviceStaging | PythonGroup | None  # what carries out their collectives, if the backend does not
+    detour: DeviceStaging | PythonGroup | None  # the object that runs their collectives, if the backend does not
     gathers_by_copies: bool = False
 
 
@@ -34,7 +34,7 @@ def find_route(transport: "TorchDistTransport", device: torch.device) -> Route:
     users_group, size = transport.users_group, transport.size
     backend = backend_name(transport.carrier.group, device)
     if backend is None:
-        # Our own duplicate has no backend for this kind of device; a group written in Python has none at all.
+        # paceline's duplicate has no backend for this kind of device; a group written in Python has none at all.
         backend = "" if transport.carrier.duplicates else str(users_group.name())
     if type(users_group) is not dist.ProcessGroup:
         return Route(Traits(), backend, PythonGroup(users_group, backend, weakref.proxy(transport)))
@@ -56,7 +56,7 @@ PreparedAllReduce = tuple[Route, AllreduceOptions, int]  # the number is what th
 
 
 def prepare_all_reduce(route: Route, flat: torch.Tensor, op: Op, size: int) -> PreparedAllReduce:
-    """What every all_reduce of such tensors needs, once it is known that it can be done."""
+    """The prepared values for every all_reduce of such tensors, after checking that it is possible."""
     check_reducible(flat, op)
     check_tree(op, route.traits.tree_sum)
     options, divides = reduce_options(op, route.backend)

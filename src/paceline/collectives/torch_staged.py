@@ -36,26 +36,26 @@ class StagedWork:
         self._work = work
         self._staged = staged
         self._home = home
-        self._landing: tuple[torch.Tensor, EventWork] | None = None
+        self._to_host: tuple[torch.Tensor, EventWork] | None = None
         self._complete = False
 
     def done(self) -> bool:
         return self._complete or self._work.done()
 
     def wait(self, seconds: float) -> bool:
-        """A plain copy to the host would wait for the device, and so for all ranks, deaf to everything else."""
+        """A plain copy to the host would wait for the device, and so for all ranks, without being interruptible."""
         if self._complete:
             return True
-        if self._landing is None:
+        if self._to_host is None:
             if not self._work.wait(seconds):
                 return False
             host = torch.empty(self._staged.shape, dtype=self._staged.dtype, device="cpu", pin_memory=True)
             host.copy_(self._staged, non_blocking=True)
-            self._landing = host, EventWork(torch.cuda.current_stream(self._staged.device).record_event())
-        host, landed = self._landing
-        if landed.wait(seconds):
+            self._to_host = host, EventWork(torch.cuda.current_stream(self._staged.device).record_event())
+        host, copied = self._to_host
+        if copied.wait(seconds):
             self._home.copy_(host.view_as(self._home))
-            self._landing = None
+            self._to_host = None
             self._complete = True
         return self._complete
 

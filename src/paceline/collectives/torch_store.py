@@ -28,7 +28,7 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
 
 
 def store_is_reachable(store: Store) -> bool:
-    """Whether this process could connect to a TCPStore anew: it may have been moved to another network. No packet is
+    """Whether this process could connect to a TCPStore again: it may have moved to another network. No packet is
     sent, and nothing listens."""
     base = _base_of(store)
     if not isinstance(base, TCPStore):
@@ -49,7 +49,7 @@ def _base_of(store: Store | None) -> Store | None:
 
 
 def _store_host(group: dist.ProcessGroup, store: Store | None) -> int | None:
-    """The rank whose process answers for a TCPStore: global rank 0, unless a launcher's agent does."""
+    """The rank whose process runs a TCPStore: global rank 0, unless a launcher's agent does."""
     base = _base_of(store)
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not isinstance(base, TCPStore) or agents or 0 not in dist.get_process_group_ranks(group):

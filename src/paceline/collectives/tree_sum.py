@@ -7,9 +7,10 @@ The tree over n parts is the balanced one over the next power of two, with missi
       ┌─┴─┐   ┌─┴─┐   ┌─┴─┐
       0   1   2   3   4   5
 
-So the sum of an aligned block (a power of two of parts, beginning at a multiple of it) is a node of the tree, whoever
-holds which parts and however many there are: a rank that holds a block may add it up itself, and the bits stay equal.
-Every node is rounded to the type of the parts. Which NaN comes of two NaNs is not promised: backends differ in it.
+So the sum of an aligned block (a power of two of parts, beginning at a multiple of it) is a node of the tree, whichever
+rank holds which parts, for any number of ranks: a rank that holds a block may add it up itself, and the bits stay
+equal. Every node is rounded to the type of the parts. The payload of a NaN that results from two NaNs is not defined:
+backends differ in it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from paceline.errors import UsageError
 def tree_additions(count: int) -> list[tuple[int, int]]:
     """The tree as additions in place: (into, other) adds part `other` to part `into`, and the sum ends in part 0.
 
-    A partial sum is used as soon as may be, while it is still in the cache.
+    A partial sum is used as soon as possible, while it is still in the cache.
     """
     return list(_additions(0, _width(count), count))
 
@@ -38,7 +39,7 @@ def _additions(first: int, width: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _width(count: int) -> int:
-    """How many leaves the tree has, with the missing ones."""
+    """The number of leaves of the tree, including the missing ones."""
     return 1 << (count - 1).bit_length()
 
 
@@ -59,7 +60,7 @@ def tree_sum_of_blocks(blocks: Mapping[Block, torch.Tensor], count: int) -> torc
 
 
 def _sum(blocks: Mapping[Block, torch.Tensor], first: int, width: int, count: int) -> tuple[torch.Tensor | None, bool]:
-    """The sum of one node, None if all its leaves are missing, and whether its memory is ours to add into."""
+    """The sum of one node, None if all its leaves are missing, and whether its memory may be added into."""
     if first >= count:
         return None, False
     if (first, width) in blocks:

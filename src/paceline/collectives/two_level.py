@@ -21,13 +21,13 @@ from paceline.collectives.store_call import StoreCall
 from paceline.collectives.store_gather import Rendezvous
 from paceline.collectives.torch_dist import TorchDistTransport
 
-# What takes long, the way between hosts, goes on beside the computing thread. Hosts may hold any ranks, and there may
-# be any number of them, so no sum is that of the tree.
+# The slow part, between hosts, runs in the background. Hosts may hold any ranks, and there may be any number of them,
+# so no sum follows the tree.
 _ON_HOST = Traits(native_mean=True, all_to_all=True)
 
 
 class TwoLevelTransport(ShmTransport):
-    """Buckets take the way through shared memory and the channels; everything else goes through `flat`."""
+    """Buckets go through shared memory and the channels; everything else goes through `flat`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class TwoLevelTransport(ShmTransport):
 def form_channel(rendezvous: Rendezvous, base: TorchDistTransport, hosts: Sequence[Sequence[int]]) -> Channel:
     """Connect this rank with those that own the same slice on the other hosts.
 
-    All ranks of the group call it, and go on only if all succeed.
+    All ranks of the group call it, and continue only if all succeed.
     """
     place, rank = rendezvous.place, base.rank
     home = next(number for number, ranks in enumerate(hosts) if rank in ranks)

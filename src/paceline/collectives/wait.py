@@ -1,4 +1,4 @@
-"""Works that can only be asked whether they are done: futures, and events of a device."""
+"""Works that can only be polled: futures, and events of a device."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 
 
 def poll(done: Callable[[], bool], seconds: float) -> bool:
-    """Ask until it is done, or until so many seconds have passed, more and more seldom. Returns whether it is done."""
+    """Poll until it is done or `seconds` have passed, at growing intervals. Returns whether it is done."""
     deadline = time.monotonic() + seconds
     pause_s = 0.00002
     while not done():
@@ -43,7 +43,7 @@ class FutureWork:
 
 
 class EventWork:
-    """What a device does until an event. Unlike `Event.synchronize`, Ctrl-C is heard and a rank that does not come is
+    """The work of a device up to an event. Unlike `Event.synchronize`, Ctrl-C ends the wait and an absent rank is
     named."""
 
     def __init__(self, event: torch.cuda.Event) -> None:

@@ -1,7 +1,8 @@
-"""Who is alive and who waits for whom, learned through the group's store while a rank waits.
+"""Which ranks are alive and which wait for which, exchanged through the group's store while a rank waits.
 
-A wait that ends within half a second costs nothing. After that the rank posts what it waits in, reads what the others
-have posted, and looks whether the processes of its own host still live. What it learns is reported by name, or raised.
+A wait that ends within half a second costs nothing. After that the rank posts its wait, reads what the others
+have posted, and checks whether the processes of its own host are still alive. The findings are reported by name, or
+raised.
 """
 
 import logging
@@ -23,8 +24,8 @@ logger = logging.getLogger("paceline")
 
 QUIET_S = 0.5  # waits shorter than this leave no trace
 LOOK_EVERY_S = 0.5
-ANSWER_WITHIN_S = 1.2  # a killed process closes its sockets some time before it is gone
-WORD_S = 0.5  # a launcher learns of a death when connections to the dead break, and of a rank that leaves soon after
+ANSWER_WITHIN_S = 1.2  # a killed process closes its sockets some time before it exits
+WORD_S = 0.5  # a launcher learns of a death when connections to the dead break, and of a rank that leaves, soon after
 NAMED_AT_MOST = 8
 
 _LOST = (
@@ -64,9 +65,9 @@ class StoreWatch:
     """The watch of one rank of a group that has a torch store.
 
     `sequence` names the sequence of collectives that `calls` counts; it must be the same on all ranks. `store=None`
-    watches without knowing anybody: waits are reported without names. `store_host` is the rank whose process answers
-    for the store, if that is a rank. `settle_s` is how long all ranks must have waited for different things before
-    that counts as a deadlock when it cannot be proven from what they have issued: see `collectives.deadlock`.
+    watches without knowing other ranks: waits are reported without names. `store_host` is the rank whose process
+    answers for the store, if that is a rank. `settle_s` is how long all ranks must have waited for different things
+    before that counts as a deadlock when it cannot be proven from what they have issued: see `collectives.deadlock`.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class StoreWatch:
         self._rank = rank
         self._sequence = sequence
         self._store_host = store_host
-        self.brief = False  # whether a timeout of its own ends each wait soon
+        self.brief = False  # whether each wait has its own short timeout
         self._what: str | None = None
         self._pid = os.getpid()
         self._size = size
         self._others = [peer for peer in range(size) if peer != rank]
         self._board = None if store is None else PeerBoard(store, rank, size)
         self._own = OwnState() if self._board is None else self._board.own
-        # Where collectives that this rank starts are noted. A deadlock can then be proven from what ranks issued.
+        # Where collectives that this rank starts are noted. A deadlock can then be proven from them.
         self.calls = self._own.calls(sequence)
         self._records: dict[int, PeerRecord] = {}
         self._asked: StoreCall[dict[int, PeerRecord]] | None = None
@@ -97,7 +98,7 @@ class StoreWatch:
         self._look_at = 0.0
         self._reports = Reports()
         self._deadlock = DeadlockDetector(size, settle_s)
-        # In an elastic job the launcher says at once who has left the generation that this group belongs to.
+        # In an elastic job the launcher reports at once which members have left the generation of this group.
         self._member = Member.own()
         newest = None if self._member is None else self._member.generation
         self._generation = None if newest is None else newest.number
@@ -105,7 +106,7 @@ class StoreWatch:
         failures_posted_at_exit()
         self._own.size, self._own.hosts_store = size, self._own.hosts_store or store_host == rank
         if self._own.posted is None:
-            self._post_soon()  # who this rank is, so that others can tell when it dies
+            self._post_soon()  # this rank's identity, so that others can detect its death
 
     def look(self, what: str, waited_s: float) -> None:
         """Report absent peers, raise for dead ones and for deadlocks. See `Watch.look`."""
@@ -130,7 +131,7 @@ class StoreWatch:
             logger.warning("%s%s", about, f"; rank {self._rank} waits{at}" if (at := self._at()) else "")
 
     def explain(self, what: str, waited_s: float, error: Exception) -> Exception:
-        """The typed error for what a transport raised. See `Watch.explain`."""
+        """The typed error for an error of a transport. See `Watch.explain`."""
         text = str(error)
         self._what = what
         if (left := self._left_generation(what, waited_s, patience_s=WORD_S)) is not None:
@@ -138,9 +139,9 @@ class StoreWatch:
         if any(sign in text.lower() for sign in _LOST):
             try:
                 lost = self._find_lost(what, waited_s)
-            except PeerLost as store_lost:  # the one who died took the store along
+            except PeerLost as store_lost:  # the dead rank ran the store
                 return store_lost
-            if (verdict := self._verdict()) is not None:  # whoever raised it first has left, and closed connections
+            if (verdict := self._verdict()) is not None:  # the first to raise it has left, and closed connections
                 return CollectiveMismatch(verdict[0], ranks=range(self._size))
             if lost:
                 return self._peer_lost(what, waited_s, lost, f" ({_one_line(text)})")
@@ -164,7 +165,7 @@ class StoreWatch:
         return CollectiveError(f"{what} failed on rank {self._rank} after {waited_s:.1f} s: {_one_line(text)}")
 
     def left(self) -> None:
-        """The wait is over: take back what was posted about it, if anything was."""
+        """The wait is over: remove its post, if there is one."""
         self._what = None
         self._reports.restart()
         self._deadlock.forget()
@@ -182,10 +183,10 @@ class StoreWatch:
         return self._not_in(self._what)
 
     def _at(self) -> str:
-        """The line of the script that waits, as text. Waits that come so far last long enough to afford it."""
+        """The line of the script that waits, as text. Waits that get this far last long enough to afford it."""
         return describe_site(call_site())
 
-    # What is known -------------------------------------------------------------------------------------------------
+    # State --------------------------------------------------------------------------------------------------------
 
     def _note_wait(self, what: str, waited_s: float) -> None:
         self._own.waits(Wait(what, time.time() - waited_s, self._sequence, self._at(), self.brief))
@@ -196,9 +197,9 @@ class StoreWatch:
             self._board.post_soon()
 
     def _ask(self, patience_s: float) -> str | None:
-        """Bring the records up to date if the store answers soon; otherwise take the answer at a later look.
+        """Bring the records up to date if the store answers soon; otherwise use the answer at a later look.
 
-        Returns why there is no store any more, if that is so since now.
+        Returns why the store has ended, if that was just noticed.
         """
         if self._board is None:
             return None
@@ -238,30 +239,30 @@ class StoreWatch:
         return self._is_local(record) and record.identity.state() == "dead"
 
     def _has_left(self, record: PeerRecord) -> bool:
-        """Whether a rank left the group before it came to what this one waits for."""
+        """Whether a rank left the group before it reached what this one waits for."""
         wait = self._own.waiting
         return record.ended and wait is not None and record.issued(wait.sequence) < self._own.calls(wait.sequence).count
 
     def _not_in(self, what: str | None) -> list[int]:
         return [peer for peer in self._others if what not in _whats(self._records.get(peer))]
 
-    # What follows from it ------------------------------------------------------------------------------------------
+    # Conclusions ---------------------------------------------------------------------------------------------------
 
     def _first_to_fail(self) -> list[int]:
-        """The dead that blamed nobody before they died; else whoever is blamed by others."""
+        """The dead ranks that blamed no other before they died; else those blamed by others."""
         dead = [
             peer
             for peer, record in self._records.items()
             if record.failed or self._has_left(record) or self._is_dead(record)
         ]
         if dead:
-            self._ask(patience_s=0.2)  # what the dead have posted is final now
+            self._ask(patience_s=0.2)  # the posts of dead ranks are final now
         first = [peer for peer in dead if not self._records[peer].blames]
         blamed = {peer for record in self._records.values() for peer in record.blames if peer != self._rank}
         return first or sorted(blamed) or dead
 
     def _find_lost(self, what: str, waited_s: float) -> list[int]:
-        """Who broke the connection: dead on this host, or blamed by another, or silent when asked."""
+        """The ranks that broke the connection: dead on this host, blamed by another, or silent."""
         self._note_wait(what, waited_s)
         self._own.say(answers=True)
         deadline = time.monotonic() + ANSWER_WITHIN_S
@@ -276,7 +277,8 @@ class StoreWatch:
         return [r for r in self._others if r not in known or not (known[r].answers or self._is_local(known[r]))]
 
     def _left_generation(self, what: str, waited_s: float, patience_s: float = 0.0) -> PeerLost | None:
-        """The error that names who has left this generation of an elastic job, if its launcher says so in time."""
+        """The error that names the members that have left this generation of an elastic job, if the launcher reports it
+        in time."""
         if self._member is None or self._generation is None:
             return None
         until = time.monotonic() + patience_s
@@ -294,14 +296,14 @@ class StoreWatch:
         )
 
     def _silent(self) -> list[int]:
-        """Of ranks that live, those that have not answered: whoever has lost a connection as well has."""
+        """The living ranks that have not answered: a rank that has lost a connection too has answered."""
         return [] if self._board is None else [peer for peer, record in self._records.items() if not record.answers]
 
     def _peer_lost(self, what: str, waited_s: float, lost: list[int], reason: str = "") -> PeerLost:
-        # A survivor that goes down because of this must not be taken for the cause.
+        # A survivor that fails because of this must not be mistaken for the cause.
         self._post_soon(answers=True, blames=lost)
         names = " and ".join(f"rank {peer}{_brackets(self._records.get(peer))}" for peer in lost)
-        known = [self._records.get(peer) for peer in lost]  # one that was never heard of may be blamed, or missing
+        known = [self._records.get(peer) for peer in lost]  # a rank without a record may be blamed, or missing
         how = "left the group" if all(record is not None and record.ended for record in known) else "died"
         error = PeerLost(
             f"{names} {how} while rank {self._rank} waited {waited_s:.1f} s in {what}{self._at()}{reason}; see the log "
@@ -326,7 +328,7 @@ class StoreWatch:
         raise CollectiveMismatch(verdict[0], ranks=range(self._size))
 
     def _verdict(self) -> tuple[str, list[list[float]]] | None:
-        """A deadlock that another rank has seen and that this wait is part of."""
+        """A deadlock that another rank has detected and that includes this wait."""
         mine = self._own.waiting
         verdicts = [record.verdict for record in self._records.values() if record.verdict is not None]
         return next((one for one in verdicts if mine is not None and mine.since in one[1][self._rank]), None)
@@ -334,7 +336,7 @@ class StoreWatch:
     # Text ---------------------------------------------------------------------------------------------------------
 
     def _missing(self, what: str) -> str:
-        """Who is not there, and what each of them does instead."""
+        """The missing ranks, and what each of them is doing instead."""
         if self._board is None:
             return "a rank that cannot be named: the group has no store to ask"
         if self._store_is_silent():

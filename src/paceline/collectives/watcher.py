@@ -1,10 +1,10 @@
-"""A thread that looks after the peers of a rank whose host does not wait for them.
+"""A thread that watches the peers of a rank whose host does not wait for them.
 
-Where streams order collectives, a host goes on while its device waits for another rank. If that rank is dead, or never
-comes, the host is blocked sooner or later in a call that nobody can leave, such as `loss.item()`. So a thread looks
-on: it reports ranks that are late, by name and after the same seconds as a waiting host would, and when a rank has
-died it aborts the communicators. The device is then free, the blocked call returns, and the next call of the replica
-raises the error that names the rank: what was computed since is of no use.
+Where streams order collectives, a host continues while its device waits for another rank. If that rank is dead, or
+never arrives, the host is blocked sooner or later in a call that cannot be interrupted, such as `loss.item()`. So a
+thread watches: it reports late ranks by name, after the same seconds as a waiting host would, and when a rank has died
+it aborts the communicators. The device is then free, the blocked call returns, and the next call of the replica raises
+the error that names the rank: later results are useless.
 """
 
 import logging
@@ -26,14 +26,14 @@ EVERY_S = 0.25
 
 
 class Unanswered(Protocol):
-    """Something that a rank has sent, and that the others have to answer."""
+    """A message of a rank that the others have to answer."""
 
     @property
     def what(self) -> str: ...
 
     @property
     def computed(self) -> Work | None:
-        """Done when this rank's own device has come to it: what is missing since then is missing of the others."""
+        """Done when this rank's own device has reached it: after that, only the others can be late."""
         ...
 
     @property
@@ -43,14 +43,14 @@ class Unanswered(Protocol):
 
 
 class Watcher:
-    """Watches what one group has in flight. The thread begins with the first flight and ends with the group."""
+    """Watches what one group has in flight. The thread starts with the first flight and ends with the group."""
 
     def __init__(self, group: Group) -> None:
         self._group = weakref.ref(group)
         self._flights: deque[Unanswered] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.error: PacelineError | None = None  # what the thread has found; raised by the next call of the replica
+        self.error: PacelineError | None = None  # the finding of the thread; raised by the next call of the replica
 
     def watch(self, flight: Unanswered) -> None:
         """Watch `flight` until it is answered."""
@@ -69,7 +69,7 @@ class Watcher:
 
     def _run(self) -> None:
         looked: Unanswered | None = None
-        since = 0.0  # when this rank's own device was seen to have come to the oldest flight
+        since = 0.0  # when this rank's own device had reached the oldest flight
         while self.error is None and not self._closed:
             time.sleep(EVERY_S)
             group = self._group()
@@ -85,7 +85,7 @@ class Watcher:
                 self._look(group, flight.what, time.monotonic() - since)
 
     def _oldest(self) -> Unanswered | None:
-        """The oldest flight that was not answered yet."""
+        """The oldest flight that has not been answered yet."""
         flights = self._flights
         while flights:
             flight = flights[0]
@@ -97,7 +97,7 @@ class Watcher:
 
     def _look(self, group: Group, what: str, waited_s: float) -> None:
         if not group.watching.acquire(blocking=False):
-            return  # a thread of the user's waits for the same, and looks by itself
+            return  # a user thread waits for the same, and checks itself
         try:
             group.transport.watch.look(what, waited_s)
         except PacelineError as error:

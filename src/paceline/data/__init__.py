@@ -1,4 +1,4 @@
-"""Dealing samples to ranks."""
+"""Distributing samples over ranks."""
 
 from paceline.data.cursor import Cursor, order
 from paceline.data.loader import Loader

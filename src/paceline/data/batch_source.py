@@ -1,4 +1,4 @@
-"""What indexed datasets and streams have in common as sources of a rank's batches."""
+"""The common part of indexed datasets and streams as sources of a rank's batches."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ class DealSettings:
 
     @property
     def parts(self) -> int:
-        """Into how many parts a global batch is cut: lanes, or ranks."""
+        """The number of parts of a global batch: lanes, or ranks."""
         return self.lanes or self.size
 
     @property
@@ -44,13 +44,13 @@ class DealSettings:
         return self.batch_size * self.parts
 
     def slice_of(self, samples: int) -> tuple[int, int]:
-        """From where to where this rank's parts reach in a global batch, which may be a last one of fewer samples."""
-        # Rounded up: if there is less than one sample for each part, the first parts have it.
+        """The range of this rank's parts in a global batch; the last batch may have fewer samples."""
+        # Rounded up: if there are fewer samples than parts, the first parts get them.
         start, stop = (-(-samples * part // self.parts) for part in (self.own.start, self.own.stop))
         return start, stop
 
     def batches(self, samples: int) -> int:
-        """How many batches this rank gets of so many samples."""
+        """The number of batches that this rank gets out of `samples` samples."""
         full, tail = divmod(samples, self.global_batch)
         if self.drop_last:
             return full
@@ -58,7 +58,7 @@ class DealSettings:
         return full + (stop > start)
 
     def collate(self) -> Callable[[list[Any]], Any] | None:
-        """What makes a batch of samples: the user's function, or that for each lane. None: torch's own."""
+        """The collate function: the user's, or one that collates each lane. None: torch's own."""
         given: Callable[[list[Any]], Any] | None = self.options["collate_fn"]
         return given if self.lanes is None else _CollateLanes(given or default_collate, self.batch_size)
 
@@ -76,7 +76,7 @@ class _CollateLanes:
 
 
 class Window(NamedTuple):
-    """One global batch: where it lies in its epoch, which samples of it are this rank's, and their batch."""
+    """One global batch: its range in the epoch, which of its samples are this rank's, and their batch."""
 
     start: int
     stop: int
@@ -85,7 +85,7 @@ class Window(NamedTuple):
 
 
 class BatchSource(ABC):
-    """Where a rank's batches come from. `length` is None for a stream."""
+    """The source of a rank's batches. `length` is None for a stream."""
 
     def __init__(self, settings: DealSettings, length: int | None) -> None:
         self.length = length
@@ -94,16 +94,16 @@ class BatchSource(ABC):
         self._generator = torch.Generator(device="cpu")
 
     def windows(self, cursor: Cursor, workers: WorkerGuard) -> Iterator[Window]:
-        """What this rank gets of the cursor's epoch, from there on."""
+        """This rank's batches of the cursor's epoch, from the cursor on."""
         self._at = cursor
-        # Workers draw their seeds from a generator of ours: the model's own numbers must not depend on loading.
+        # Workers get their seeds from a separate generator: loading must not change the model's random numbers.
         self._generator.manual_seed(mixed(cursor.seed, cursor.epoch, cursor.committed, self._settings.rank))
         for window in self._windows(workers):
             self._at = Cursor(cursor.seed, cursor.epoch, window.stop)
             yield window
 
     def read_position(self, state: Mapping[str, Any]) -> Cursor:
-        """The cursor of a Loader's state. Raises UsageError if here it would mean other samples."""
+        """The cursor of a Loader's state. Raises UsageError if it would mean other samples here."""
         check_state(state, LOADER_FIELDS, "Loader")
         for name, here in (("length", self.length), ("shuffle", self._settings.shuffle)):
             if state[name] != here:
@@ -130,12 +130,12 @@ class BatchSource(ABC):
 
     @abstractmethod
     def fingerprint(self, cursor: Cursor) -> str:
-        """What tells the order of the cursor's epoch from another."""
+        """A text that identifies the order of the cursor's epoch."""
 
     @abstractmethod
     def build(self) -> DataLoader[Any]:
-        """A DataLoader that begins every iteration where the loop is."""
+        """A DataLoader whose iterations begin at the loop's position."""
 
     @abstractmethod
     def describe(self, batches: range) -> str:
-        """Which samples are in those batches; they are counted from where the loop is."""
+        """The samples in those batches, which are counted from the loop's position."""

@@ -1,7 +1,7 @@
-"""Where a run stands in its data: the order of an epoch, and positions that were saved.
+"""The position of a run in its data: the order of an epoch, and saved positions.
 
-An epoch is one permutation of the dataset. A global batch is the next so many samples of it, and what a rank (or a
-lane) gets of the batch is a slice. So where a run stands is one number, and any world can go on from it.
+An epoch is one permutation of the dataset. A global batch is the next stretch of it, and the share of a rank (or a
+lane) is a slice of the batch. So the position is one number, and a world of any size can continue from it.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from paceline.errors import UsageError
 from paceline.randomness import mixed
 
 VERSION = 1
-_SAMPLED = 256  # how many places of an order its fingerprint looks at
+_SAMPLED = 256  # the number of places of an order that its fingerprint samples
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a run stands in its data: `committed` samples of epoch `epoch` are done, counted over all ranks."""
+    """The position of a run in its data: `committed` samples of epoch `epoch` are done, counted over all ranks."""
 
     seed: int = 0
     epoch: int = 0
@@ -55,7 +55,7 @@ def fingerprint(order: torch.Tensor) -> str:
 
 def is_integer(value: object, lowest: int | None = None) -> bool:
     """Whether a value is a whole number, and not below `lowest`."""
-    # SupportsIndex, as in torch: integers of numpy are as good as ours.
+    # SupportsIndex, as in torch: NumPy integers are accepted.
     return isinstance(value, SupportsIndex) and (lowest is None or operator.index(value) >= lowest)
 
 
@@ -74,7 +74,7 @@ def _is_count(value: object) -> bool:
     return _is_whole(value) and is_integer(value, 0)
 
 
-# What each field of a saved position must be, in words and as a test.
+# The requirement on each field of a saved position, as text and as a test.
 _COUNT = ("a whole number of at least 0", _is_count)
 _FLAG = ("True or False", lambda value: isinstance(value, bool))
 LOADER_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -95,7 +95,7 @@ def check_state(state: Mapping[str, Any], fields: Mapping[str, tuple[str, Callab
     """Raise UsageError if a field of a saved position is missing or of another type."""
     if not isinstance(state, Mapping):
         raise UsageError(f"the state of a {owner} must be a dict, as state_dict() returns it, got {state!r}")
-    if state.get("version", VERSION) != VERSION:  # first: another version may have other fields
+    if state.get("version", VERSION) != VERSION:  # checked first: another version may have other fields
         raise UsageError(f"the {owner}'s state has version {state['version']!r}, expected {VERSION}")
     if missing := set(fields) - set(state):
         raise UsageError(f"this is not the state of a {owner}: it lacks {', '.join(sorted(missing))}")

@@ -1,4 +1,4 @@
-"""Datasets with indices and a length, dealt to ranks, with random numbers that belong to samples."""
+"""Datasets with indices and a length, distributed over ranks, with random numbers that depend on the sample only."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ _NAMED = 8  # samples that a message lists
 
 
 class BatchIndices(list[int]):
-    """The indices that a rank takes of one global batch, which reaches from `start` to `stop` in its epoch's order.
+    """The indices that a rank takes from one global batch, the range from `start` to `stop` of its epoch's order.
 
-    A DataLoader hands it to whoever fetches the samples, often in a worker process. Iterating over it there seeds the
+    A DataLoader passes it to the code that fetches the samples, often in a worker process. Iterating over it seeds the
     generators before each sample, with `key` and the sample's index, so the random numbers that `dataset[i]` draws do
-    not depend on which worker or rank fetches it, nor on what was fetched before. Without a `key` it does not.
+    not depend on which worker or rank fetches it, nor on what was fetched before. Without a `key` nothing is seeded.
     """
 
     def __init__(self, ids: Sequence[int], start: int, stop: int, key: int | None = None) -> None:
@@ -34,11 +34,11 @@ class BatchIndices(list[int]):
     def __iter__(self) -> Iterator[int]:
         for index in super().__iter__():
             if self.key is not None:
-                seed_host(mixed(self.key, index))  # generators of devices belong to the model
+                seed_host(mixed(self.key, index))  # the generators of devices belong to the model
             yield index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As usual, list items would be sent by iterating, which seeds.
+        # By default pickling would iterate over the items, which seeds.
         return BatchIndices, (self[:], self.start, self.stop, self.key)
 
 
@@ -71,7 +71,7 @@ class IndexedSource(BatchSource):
             yield
             return
         state = rng_state()
-        state.pop("cuda", None)  # what a dataset draws there stays drawn: it was not seeded here
+        state.pop("cuda", None)  # a dataset's draws from that generator are kept: it was not seeded here
         seed_host(mixed(indices.key, indices.start, self._settings.rank))
         try:
             yield
@@ -79,7 +79,7 @@ class IndexedSource(BatchSource):
             set_rng_state(state)
 
     def __iter__(self) -> Iterator[BatchIndices]:
-        """What this rank is to fetch, from where the loop is: the batch sampler of the DataLoader."""
+        """The batch sampler of the DataLoader: what this rank fetches, from the loop's position on."""
         cursor, settings = self._at, self._settings
         samples = self._ordered(cursor)
         key = mixed(cursor.seed, cursor.epoch) if settings.reseed else None
@@ -93,7 +93,7 @@ class IndexedSource(BatchSource):
 
     def _ordered(self, cursor: Cursor) -> torch.Tensor:
         if self._order is None or self._order[:2] != (cursor.seed, cursor.epoch):
-            self._order = None  # not two at a time: they may be large
+            self._order = None  # orders may be large, so only one is kept at a time
             samples = order(cursor.seed, cursor.epoch, self._samples, shuffle=self._settings.shuffle)
             self._order = (cursor.seed, cursor.epoch, samples)
         return self._order[2]

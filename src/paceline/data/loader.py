@@ -1,4 +1,4 @@
-"""`Loader`: batches for one rank, from a place that any world can go on from."""
+"""`Loader`: batches for one rank, from a position that a world of any size can continue from."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -30,10 +30,10 @@ Batch = TypeVar("Batch")
 
 
 class Loader(Generic[Batch]):
-    """Deals a dataset to ranks, through torch's DataLoader, so that no sample is lost or repeated.
+    """Distributes a dataset over ranks, through torch's DataLoader, so that no sample is lost or repeated.
 
         loader = paceline.Loader(dataset, batch_size=32)
-        for batch in loader:                    # one epoch, or what is left of it; the next loop is the next epoch
+        for batch in loader:                    # one epoch, or the rest of it; the next loop is the next epoch
             ...
             optimizer.step()
             loader.commit()
@@ -46,27 +46,27 @@ class Loader(Generic[Batch]):
 
     With `lanes=L` a global batch is `batch_size` × L samples in a world of any size up to L, and slice l of it is the
     microbatch of lane l. Each step yields the list of the microbatches of this rank's lanes, each collated by itself,
-    for `model.lanes(microbatches, step)`. Lanes count equally, so a last batch that is not full is always left out.
+    for `model.lanes(microbatches, step)`. Lanes have equal weight, so an incomplete last batch is always dropped.
 
-    A batch counts as committed from the moment the loop has it, unless the loop calls `commit()`: then all that was
-    handed out before the last such call counts, and nothing else. Batches that were merely prefetched never count. So
+    A batch counts as committed as soon as the loop receives it, unless the loop calls `commit()`: then everything
+    handed out before the last such call counts, and nothing else. Batches that were only prefetched never count. So
     a loop that saves after `optimizer.step()` needs nothing; one that accumulates over several batches, or may save
     between a batch and its step, calls `commit()` after the step, or `commit_on(optimizer)` once (and passes
     `manual_commit=True` if it may save before the first step).
 
-    `drop_last=True` leaves out the samples at the end of an epoch that do not fill a global batch. Without it the last
+    `drop_last=True` drops the samples at the end of an epoch that do not fill a global batch. Without it the last
     batch is smaller, and some ranks get none of it if it has fewer samples than there are ranks.
 
     Random numbers that `dataset[i]` draws follow from (seed, epoch, i) alone, so augmentation is the same in every
     world and after every resume (not in streams, nor in datasets that fetch by `__getitems__`). `reseed=False` leaves
     the generators alone, and saves about 30 µs per sample.
 
-    A worker that dies raises WorkerDied where the next batch is requested, and so do workers that deliver no batch in
+    If a worker dies, WorkerDied is raised where the next batch is requested, and also if workers deliver no batch in
     `timeout` seconds. Iterating again continues at the same place with new workers.
 
-    An IterableDataset is sharded: element i goes to rank i mod `world_size`, or lane i mod L. It comes in its own
-    order, every rank and worker reads all of it, and resuming in the middle reads and drops what lies before, unless
-    the dataset has `iter_from(element)`. Its `set_epoch(epoch)` is called if there is one.
+    An IterableDataset is sharded: element i goes to rank i mod `world_size`, or lane i mod L. It keeps its own order,
+    every rank and worker reads all of it, and resuming in the middle reads and drops the elements before that position,
+    unless the dataset has `iter_from(element)`. If it has `set_epoch(epoch)`, that is called.
 
     `sample_log` is a folder, or a SampleLog, that records the sample indices of every step. `rank` and `world_size`
     come from the process group, or else from the launcher's environment. With a process group of that size the ranks
@@ -123,21 +123,21 @@ class Loader(Generic[Batch]):
         self._uncommitted: list[
             SampleLogEntry
         ] = []  # of each batch that was handed out; with a step if it is in the log
-        self._step_ahead: int | None = None  # of which batches are handed out, if their entries are written at once
-        self._iteration = 0  # the number of the one that is running
-        self._moves = 0  # how often the position was set
-        self._agreed = False  # ranks have compared where they stand
-        self._resumed = True  # the next session of the sample log undoes what lies past it
+        self._step_ahead: int | None = None  # the step of handed out batches, if they are logged at once
+        self._iteration = 0  # the number of the current one
+        self._moves = 0  # the number of times that the position was set
+        self._agreed = False  # ranks have compared their positions
+        self._resumed = True  # the next session of the sample log undoes entries past the position
         self._first_batch_seen = False
 
     @property
     def batch_size(self) -> int:
-        """How many samples each rank, or lane, gets at a time."""
+        """The number of samples per batch of each rank, or lane."""
         return self._settings.batch_size
 
     @property
     def cursor(self) -> Cursor:
-        """Where the run stands: what `state_dict` saves."""
+        """The position of the run, as `state_dict` saves it."""
         return self._committed
 
     @property
@@ -147,11 +147,11 @@ class Loader(Generic[Batch]):
 
     @property
     def left(self) -> int:
-        """How many batches of the current epoch this rank has yet to get."""
+        """The number of batches of the current epoch that this rank has not received yet."""
         return self._settings.batches(max(0, self._length() - self._reached.committed))
 
     def __len__(self) -> int:
-        """How many batches this rank gets in a whole epoch."""
+        """The number of batches that this rank gets in a whole epoch."""
         return self._settings.batches(self._length())
 
     def _length(self) -> int:
@@ -162,7 +162,7 @@ class Loader(Generic[Batch]):
         raise TypeError(f"{type(self.dataset).__name__} is a stream without a length")
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the current epoch, from where the loop is. Afterwards the loader is in the next epoch."""
+        """The batches of the current epoch, from the loop's position on. Afterwards the loader is in the next epoch."""
         self._iteration += 1
         mine = self._iteration
         self._agree()
@@ -181,8 +181,8 @@ class Loader(Generic[Batch]):
             yield window.batch
             if self._iteration != mine:
                 raise IllegalMove(
-                    "this iteration over the Loader has ended: another one was begun, or the position was set, while "
-                    "it ran; go on with a new `for batch in loader`"
+                    "this iteration over the Loader has ended: another one was started, or the position was set, while "
+                    "it ran; continue with a new `for batch in loader`"
                 )
         self._look_at_first(None)
         self._reached = Cursor(begun.seed, begun.epoch + 1)
@@ -190,23 +190,23 @@ class Loader(Generic[Batch]):
             self._committed = self._reached
 
     def endless(self) -> Iterator[Batch]:
-        """Batches for ever, epoch after epoch. When the position is set, they go on from there, and after an error from
-        what was handed out before it."""
+        """Batches without end, epoch after epoch. They continue from a position that is set, and after an error from
+        the batches handed out before it."""
         return Endless(self)
 
     def commit(self, step: int | None = None) -> None:
-        """Count all batches that were handed out until now as trained on. `step` is its number in the sample log."""
+        """Count all batches handed out so far as trained on. `step` is the number of the step in the sample log."""
         self._manual = True
         self._settle(step)
 
     def begin_step(self, step: int | None) -> None:
-        """What is handed out from here on is for this step, and is in the sample log at once: a rank that is killed
-        when others have its part in their sums, and before its own commit, can write no more. A step that nobody
-        commits is undone by the session that follows. None: the log gets what was committed, as without this."""
+        """Log the batches of `step` as soon as they are handed out. A rank may be killed after the others have added
+        its gradients and before its own commit, when it can no longer write. The next session undoes a step that no
+        rank commits. None: log batches when they are committed, as without this call."""
         self._step_ahead = step
 
     def commit_on(self, optimizer: Optimizer) -> Any:
-        """Call `commit` after every step of `optimizer`. Returns the handle whose `remove()` ends that."""
+        """Call `commit` after every step of `optimizer`. Returns a handle; its `remove()` ends that."""
         self._manual = True
         return optimizer.register_step_post_hook(lambda *_: self.commit())
 
@@ -219,7 +219,8 @@ class Loader(Generic[Batch]):
             self._agreed = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`, unless the loop is in it already. The loader counts epochs without this."""
+        """Go to the beginning of `epoch`, unless the loop is in it already. Not needed: the loader counts epochs
+        itself."""
         check_integer("epoch", epoch, 0)
         if epoch != self._reached.epoch:
             self._move(Cursor(self._reached.seed, operator.index(epoch)), resumed=False)
@@ -235,23 +236,23 @@ class Loader(Generic[Batch]):
             "step": self._step,
             "length": self._source.length,
             "shuffle": self._settings.shuffle,
-            # Drawing an order costs time, and at its beginning any order will do.
+            # Drawing an order costs time, and at the beginning of an epoch any order is valid.
             "order": self._source.fingerprint(cursor) if cursor.committed else "",
             "manual_commit": self._manual,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. The order of its epoch is kept, so the seed is the saved one from here on."""
+        """Go to a saved position. The order of its epoch is kept, so the saved seed is used from now on."""
         cursor = self._source.read_position(state)
         self._move(cursor, resumed=True)
         self._step = operator.index(state["step"])
         self._manual = self._manual or state["manual_commit"]
 
     def follow_group(self) -> None:
-        """Deal to the ranks that there are now, from what was committed. All ranks call it after the world has changed.
+        """Distribute over the current ranks, from the last commit on. All ranks call it after the world has changed.
 
-        Batches that were handed out since then come again. A loop over `endless()` goes on; a loop over the loader
-        itself has to be begun anew.
+        Batches that were handed out since then are delivered again. A loop over `endless()` continues; a loop over the
+        loader itself has to be started again.
         """
         if not self._follows:
             raise UsageError(
@@ -264,11 +265,11 @@ class Loader(Generic[Batch]):
         self._workers.close()
         self._settings, self._source = settings, source
         self._workers = WorkerGuard(rank=rank, timeout=self._timeout)
-        self._first_batch_seen = False  # as on a rank that is new
+        self._first_batch_seen = False  # as on a new rank
         self._move(self._committed, resumed=True)
 
     def go_back(self) -> None:
-        """Go to what was committed: batches that were handed out since then come again."""
+        """Go back to the last commit: batches handed out since then are delivered again."""
         if self._reached != self._committed or self._uncommitted:
             self._move(self._committed, resumed=True)
 
@@ -321,12 +322,12 @@ class Loader(Generic[Batch]):
 
 
 class Endless(Iterator[Batch]):
-    """What `Loader.endless` returns. No generator: that would be over after an error, such as a rank that is lost."""
+    """What `Loader.endless` returns. Not a generator, which would end after an error, such as the loss of a rank."""
 
     def __init__(self, loader: Loader[Batch]) -> None:
         self._loader = loader
         self._epoch: Iterator[Batch] | None = None
-        self._moves = -1  # how often the position had been set when this epoch was begun
+        self._moves = -1  # `_moves` of the loader when this epoch began
 
     def __next__(self) -> Batch:
         loader = self._loader
@@ -361,8 +362,8 @@ def _check_lanes(lanes: int | None, size: int, drop_last: bool) -> None:
         )
     if not drop_last:
         raise UsageError(
-            f"lanes={lanes} and drop_last=False contradict each other: lanes count equally, so a last batch that is "
-            f"not whole cannot be dealt to them; leave out drop_last"
+            f"lanes={lanes} and drop_last=False contradict each other: lanes have equal weight, so a last batch that "
+            f"is not full cannot be divided among them; leave out drop_last"
         )
 
 
@@ -378,7 +379,7 @@ def _source(dataset: Any, settings: DealSettings) -> IndexedSource | StreamSourc
     if length < settings.size and settings.lanes is None:
         raise UsageError(
             f"the dataset has {length} samples, fewer than the {settings.size} ranks; expected at least one for each: "
-            f"start fewer ranks, or give more data"
+            f"start fewer ranks, or use more data"
         )
     if settings.drop_last and length < settings.global_batch:
         parts, remedy = ("ranks", "drop_last=False") if settings.lanes is None else ("lanes", "fewer lanes")

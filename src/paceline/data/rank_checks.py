@@ -1,4 +1,4 @@
-"""Which rank loads here, and whether all ranks load the same data in the same way, each its own part of it."""
+"""Checks that all ranks load the same data with the same settings, each its own part of it."""
 
 import ctypes
 import hashlib
@@ -27,7 +27,7 @@ class DataDiffers(UsageError):
 def rank_and_size(rank: int | None, size: int | None, size_name: str) -> tuple[int, int]:
     """(rank, size): as given, else those of the process group, else of the launcher's environment.
 
-    A member of an elastic job is in no world before its first generation: until then it counts as alone.
+    A member of an elastic job has no world before its first generation: until then it counts as a world of one.
     """
     if rank is None or size is None:
         if dist.is_available() and dist.is_initialized():
@@ -47,7 +47,7 @@ def rank_and_size(rank: int | None, size: int | None, size_name: str) -> tuple[i
 
 
 def ranks_can_compare(size: int) -> bool:
-    """Whether the process group is the world that the data are dealt to."""
+    """Whether the process group is the world over which the data are distributed."""
     return size > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() == size
 
 
@@ -85,7 +85,7 @@ def _different(name: str, values: Sequence[int]) -> str:
 def check_first_batch(batch: Any) -> None:
     """Warn, once and on rank 0, when two ranks hold the same batch. All ranks of the process group must call it.
 
-    A Loader does this by itself. Call it when the batches come from a DataLoader of your own.
+    A Loader does this itself. Call it when you use a DataLoader of your own.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
@@ -110,7 +110,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def digest(batch: Any) -> int:
-    """A number of 63 bits that is equal for equal batches; -1 when there is nothing in the batch to compare."""
+    """A number of 63 bits that is equal for equal batches; -1 if the batch holds nothing to compare."""
     hashed = hashlib.blake2b(digest_size=8)
     return int.from_bytes(hashed.digest()) >> 1 if _feed(hashed, batch) else _NOTHING
 

@@ -1,7 +1,7 @@
-"""The sample log: which samples were trained on, written by every rank at every step, and the report on all of it.
+"""The sample log: the samples that were trained on, written by every rank at every step, and a report on them.
 
 A folder holds one file per session and rank, of JSON lines. A session is one stretch of steps without a jump: each
-start or resume begins a new one, and says at which cursor. What earlier sessions wrote past that cursor was undone by
+start or resume begins a new one and records its cursor. What earlier sessions wrote past that cursor was undone by
 the resume, and the report leaves it out.
 """
 
@@ -25,12 +25,12 @@ _NAME = re.compile(r"session-(\d{6})-rank-(\d{5})\.jsonl")
 
 
 class SampleLogDamaged(PacelineError, RuntimeError):
-    """The folder of a sample log holds something that no SampleLog wrote."""
+    """The folder of a sample log holds something that SampleLog did not write."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLogEntry:
-    """What one rank took in one step: `ids`, out of the samples from `start` to `stop` in the epoch's order."""
+    """The samples of one rank in one step: `ids`, from the range `start` to `stop` of the epoch's order."""
 
     step: int
     rank: int
@@ -54,7 +54,7 @@ class SampleLogSession:
 class SampleLog:
     """Writes one line per step. Give it to a Loader, or call `begin` and `record` yourself.
 
-    A line is handed to the operating system at once, so it outlives the process however that ends.
+    Every line is passed to the operating system at once, so it survives the end of the process.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -67,7 +67,8 @@ class SampleLog:
         return max((number for number, _, _ in _files(self.folder)), default=0)
 
     def begin(self, cursor: Cursor, rank: int, world_size: int, *, session: int | None = None, resumed: bool) -> None:
-        """Start a session. All ranks must give the same number; without one, ranks that start alike find each other."""
+        """Start a session. All ranks must pass the same number; without one, ranks that start at the same position find
+        each other."""
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
         header = SampleLogSession(0, cursor, world_size, resumed)
@@ -112,7 +113,7 @@ class SampleLog:
             raise OSError(f"only {written} of {len(text)} bytes of a line were written to {self.folder}")
 
     def _join(self, header: SampleLogSession, rank: int) -> int:
-        """The newest session if it began as this one does and lacks this rank, else the next number."""
+        """The newest session if it began with the same header and lacks this rank, else the next number."""
         newest = self.newest()
         files = {found: path for number, found, path in _files(self.folder) if number == newest}
         if files and rank not in files and all(_begins_like(path, header) for path in files.values()):
@@ -122,7 +123,7 @@ class SampleLog:
 
 @dataclass(frozen=True)
 class SampleLogReport:
-    """All that the sessions of a folder say, without what resumes have undone."""
+    """The contents of all sessions of a folder, without what resumes have undone."""
 
     entries: list[SampleLogEntry] = field(default_factory=list)
     sessions: list[SampleLogSession] = field(default_factory=list)
@@ -134,7 +135,7 @@ class SampleLogReport:
         return Counter(index for entry in self.entries if entry.epoch == epoch for index in entry.ids)
 
     def problems(self) -> list[str]:
-        """A sentence for each gap, overlap, missing share or repeated sample: all that contradicts "exactly once"."""
+        """A sentence for each gap, overlap, missing share or repeated sample: every violation of "exactly once"."""
         return [problem for epoch in sorted({entry.epoch for entry in self.entries}) for problem in self._of(epoch)]
 
     def _of(self, epoch: int) -> Iterator[str]:
@@ -144,15 +145,15 @@ class SampleLogReport:
                 steps[entry.start, entry.session].append(entry)
         done = 0
         for (start, _), entries in sorted(steps.items()):
-            # In the tail of an epoch a rank may have no share, and so end a step before the others.
+            # At the end of an epoch a rank may have no share, and so end one step before the others.
             stop = max(entry.stop for entry in entries)
             dealt = sum(len(entry.ids) for entry in entries)
             if start > done:
-                yield f"epoch {epoch}: nobody trained on places {done} to {start - 1} of its order"
+                yield f"epoch {epoch}: no rank trained on positions {done} to {start - 1} of its order"
             if start < done:
-                yield f"epoch {epoch}: places {start} to {min(done, stop) - 1} of its order were dealt twice"
+                yield f"epoch {epoch}: positions {start} to {min(done, stop) - 1} of its order were used twice"
             if dealt != stop - start:
-                yield f"epoch {epoch}: places {start} to {stop - 1} hold {stop - start} samples, ranks took {dealt}"
+                yield f"epoch {epoch}: positions {start} to {stop - 1} hold {stop - start} samples, ranks took {dealt}"
             done = max(done, stop)
         twice = sorted(index for index, times in self.counts(epoch).items() if times > 1)
         if twice:

@@ -1,4 +1,4 @@
-"""torch's DistributedSampler, with a world that may come from the environment, and with a position to resume from."""
+"""torch's DistributedSampler, with a world that may come from the environment, and a position to resume from."""
 
 import math
 import operator
@@ -16,16 +16,16 @@ from paceline.errors import UsageError
 from paceline.in_use import uses
 
 T_co = TypeVar("T_co", covariant=True)
-_CHUNK = 1 << 16  # how many indices are Python integers at a time
+_CHUNK = 1 << 16  # the number of indices that are Python integers at a time
 
 
 class DistributedSampler(TorchDistributedSampler[T_co]):
-    """Deals the indices of `dataset` to ranks, in exactly the order of torch's class of this name.
+    """Distributes the indices of `dataset` over ranks, in exactly the order of torch's class of this name.
 
     `num_replicas` and `rank` come from the process group; before there is one, from the launcher's environment (a
-    world of one without a launcher). Call `set_epoch` before each epoch, or every epoch has the same order.
+    world of one without a launcher). Call `set_epoch` before each epoch, otherwise every epoch has the same order.
 
-    With `exactly_once=True` nothing is repeated to make the parts even and nothing is dropped: each index goes to one
+    With `exactly_once=True` no index is repeated or dropped to make the parts even: each index goes to one
     rank, and some ranks get one less than others. That is for evaluation, where repeated samples would bias the mean.
 
     To stop in the middle of an epoch, count with `commit` and save `state_dict()`; it can be loaded in a world of
@@ -52,7 +52,7 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
             raise UsageError("exactly_once=True and drop_last=True contradict each other: choose one")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.exactly_once = exactly_once
-        self._begun = 0  # where this pass began, or the next one does
+        self._begun = 0  # the position where this pass began, or the next one begins
         self._committed = 0
         self._exhausted = False  # all of this pass has been drawn, though perhaps not used
         self._epoch_was_set = False
@@ -71,11 +71,11 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         self._exhausted = True
 
     def __len__(self) -> int:
-        """How many indices this rank gets, or has yet to get after `load_state_dict`."""
+        """The number of indices that this rank gets; after `load_state_dict`, those that are left."""
         return len(range(self._begun + self.rank, self._total(), self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order. The same on all ranks, before the loader is iterated."""
+        """Choose the epoch's order. Call it with the same value on all ranks, before iterating over the loader."""
         check_integer("epoch", epoch)
         if epoch != self.epoch:
             self._move(0)
@@ -83,9 +83,9 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         super().set_epoch(epoch)
 
     def commit(self, samples: int) -> None:
-        """Count `samples` that every rank has used since the last call, usually the size of one batch.
+        """Count `samples` more samples as used by every rank, usually the size of one batch.
 
-        Only the training loop can count: a DataLoader draws indices ahead of what the loop has received.
+        Only the training loop can count them: a DataLoader prefetches indices.
         """
         uses.tell(self)
         check_integer("samples", samples, lowest=0)
@@ -109,8 +109,8 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         self._epoch_was_set = True
 
     def follow_group(self) -> None:
-        """Deal to the ranks that there are now what was not committed. All ranks call it after the world has changed,
-        and iterate anew."""
+        """Distribute what was not committed over the current ranks. All ranks call it after the world has changed, and
+        iterate again."""
         if not self._follows:
             raise UsageError(
                 "this DistributedSampler was given rank= and num_replicas=, so it cannot follow a world that changes; "
@@ -120,7 +120,7 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         self.go_back()
 
     def go_back(self) -> None:
-        """Go to what was committed: the next iteration begins there."""
+        """Go back to the last commit: the next iteration begins there."""
         self._move(self._committed)
 
     def _move(self, committed: int) -> None:
@@ -131,7 +131,7 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         return len(self.dataset)  # type: ignore[arg-type]  # checked when it was given
 
     def _total(self) -> int:
-        """Where the order ends that is dealt: the dataset's length, made even as torch does it for what is left."""
+        """The end of the distributed order: the dataset's length, with the rest made even as torch does."""
         length = self._length()
         left = max(0, length - self._begun)
         if self.exactly_once:
@@ -141,7 +141,7 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         return length + -left % self.num_replicas
 
     def _rest(self) -> torch.Tensor:
-        """What all ranks have yet to get, in torch's order, 8 bytes per index."""
+        """The indices that are left for all ranks, in torch's order, 8 bytes per index."""
         length, total = self._length(), self._total()
         if self.shuffle:
             generator = torch.Generator(device="cpu")
@@ -155,7 +155,7 @@ class DistributedSampler(TorchDistributedSampler[T_co]):
         return found[self._begun : total]
 
     def _warn(self) -> None:
-        self._epoch_was_set = True  # said once
+        self._epoch_was_set = True  # warn once
         warnings.warn(
             f"rank {self.rank} of {self.num_replicas}: the sampler begins another epoch in the order of the "
             f"previous one, because set_epoch() was never called; call sampler.set_epoch(epoch) before each epoch",

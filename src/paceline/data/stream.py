@@ -1,4 +1,4 @@
-"""Streams: datasets that can only be iterated, dealt to ranks and to the workers inside a rank."""
+"""Streams: datasets that can only be iterated, distributed over ranks and over the workers of a rank."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
@@ -20,9 +20,9 @@ def shard(
 ) -> Iterator[T]:
     """The elements of `iterable` that belong to this rank: element i goes to rank i mod `world_size`.
 
-    Inside a DataLoader's worker, the rank's elements are dealt to its workers in turn. The first `start` elements are
-    skipped on all ranks. Every rank, and every worker, still reads the whole iterable and drops what is not its own,
-    so an iterable that is expensive to read should be sharded where it is made.
+    Inside a DataLoader's worker, the rank's elements are distributed over its workers in turn. The first `start`
+    elements are skipped on all ranks. Every rank, and every worker, still reads the whole iterable and drops the
+    elements of the others, so an iterable that is expensive to read should be sharded at its source.
     """
     rank, world_size = rank_and_size(rank, world_size, "world_size")
     info = get_worker_info()
@@ -34,7 +34,7 @@ def shard(
 
 
 def elements_from(iterable: Iterable[T], start: int) -> Iterator[T]:
-    """What `iterable` yields from element `start` on: by its own `iter_from(start)`, else by reading and dropping."""
+    """The elements of `iterable` from `start` on: by its own `iter_from(start)`, else by reading and dropping."""
     if start and hasattr(iterable, "iter_from"):
         found: Iterator[T] = iter(iterable.iter_from(start))
         return found
@@ -47,11 +47,11 @@ class StreamWindows(IterableDataset[Window]):
     def __init__(self, stream: Iterable[Any], settings: DealSettings) -> None:
         self._stream = stream
         self._window = settings.global_batch
-        self._own = settings.own  # which of the parts are this rank's; element i is in part i mod `parts`
+        self._own = settings.own  # this rank's parts; element i is in part i mod `parts`
         self._parts = settings.parts
         self._drop_last = settings.drop_last
         self._collate: Callable[[list[Any]], Any] = settings.collate() or default_collate
-        # Epoch and first element. In shared memory, because workers that live on read it again at every epoch.
+        # Epoch and first element. In shared memory, because persistent workers read it again at every epoch.
         self._from = torch.zeros(2, dtype=torch.int64, device="cpu")
         if settings.options["persistent_workers"]:
             self._from.share_memory_()
@@ -74,7 +74,7 @@ class StreamWindows(IterableDataset[Window]):
                 seen += 1
                 if number % workers == worker and (part := index % self._parts) in taken:
                     taken[part].append((index, element))
-            mine = [pair for pairs in taken.values() for pair in pairs]  # part after part
+            mine = [pair for pairs in taken.values() for pair in pairs]  # in the order of parts
             first = start + number * self._window
             if mine and not (self._drop_last and seen < self._window):
                 samples = [element for _, element in mine]
@@ -84,7 +84,7 @@ class StreamWindows(IterableDataset[Window]):
 
 
 class StreamSource(BatchSource):
-    """A dataset that can only be iterated. What lies before the cursor is read and dropped."""
+    """A dataset that can only be iterated. Elements before the cursor are read and dropped."""
 
     def __init__(self, dataset: IterableDataset[Any], settings: DealSettings) -> None:
         super().__init__(settings, None)
@@ -95,7 +95,7 @@ class StreamSource(BatchSource):
         return workers.batches(self.build, self.describe)
 
     def fingerprint(self, cursor: Cursor) -> str:
-        return ""  # a stream has the order it has
+        return ""  # a stream defines its own order
 
     def build(self) -> DataLoader[Any]:
         options = {**self._settings.options, "collate_fn": keep}
@@ -106,5 +106,5 @@ class StreamSource(BatchSource):
 
 
 def keep(window: Window) -> Window:
-    """Windows hold batches that are collated already."""
+    """Return the window: its batch is already collated."""
     return window

@@ -1,6 +1,6 @@
-"""The batches of a DataLoader whose workers may die: the loop gets a typed error that says which worker died, and how.
+"""The batches of a DataLoader whose workers may die: the loop gets a typed error that names the worker and how it died.
 
-torch answers the death of a worker with a RuntimeError from its SIGCHLD handler, in whatever line of the training loop
+torch reports the death of a worker as a RuntimeError from its SIGCHLD handler, at whatever line of the training loop
 runs at that moment. Here a thread watches the workers, and a death is raised where the next batch is requested.
 Iterating again then continues after the last batch that the loop has received.
 """
@@ -20,9 +20,9 @@ from paceline.errors import PacelineError
 from paceline.process_status import oom_kills, read_status, signal_name
 
 _DEATH_OF_TORCH = "DataLoader worker (pid"
-_ERROR_OF_DATASET = "Caught "  # torch puts it before what was raised in a worker
-_EXIT_S = 5.0  # a pipe may break this long before its other end has ended, on a busy machine
-# A worker that was stopped by a signal delivers nothing, so no timeout is needed to tell; a short pause is forgiven.
+_ERROR_OF_DATASET = "Caught "  # torch's prefix for an exception that was raised in a worker
+_EXIT_S = 5.0  # on a busy machine a pipe may break this long before the process at its other end has ended
+# A worker that was stopped by a signal is reported without any timeout, but only after this pause.
 STOPPED_S = 3.0
 LOOK_S = 0.5
 _END = object()
@@ -33,27 +33,27 @@ class WorkerDied(PacelineError, RuntimeError):
 
 
 class WorkerGuard:
-    """Iterates a DataLoader, one epoch per `batches`, and says what happened to a worker that died.
+    """Iterates a DataLoader, one epoch per `batches`, and reports what happened to a worker that died.
 
-    A worker that was stopped (SIGSTOP) while the loop waits for a batch is named too, after STOPPED_S; and with a
-    `timeout` above 0, workers that deliver no batch in so many seconds. Then all are killed. torch's own timeout does
+    A worker that was stopped (SIGSTOP) while the loop waits for a batch is reported too, after STOPPED_S; and with a
+    `timeout` above 0, workers that deliver no batch in that many seconds. Then all are killed. torch's own timeout does
     not cover a worker that freezes while its batch is being handed over.
 
-    Nothing that this object holds refers back to it: workers end with the last reference to their iterator, and if that
-    were left to the garbage collector, they would live on until it runs.
+    Nothing that this object holds refers back to it. Workers end with the last reference to their iterator, and with a
+    reference cycle they would live until the garbage collector runs.
     """
 
     def __init__(self, *, rank: int, timeout: float) -> None:
         self._rank = rank
         self._timeout = timeout
         self._loader: DataLoader[Any] | None = None
-        self._kept: Any = None  # the iterator of workers that live on between epochs
+        self._kept: Any = None  # the iterator of persistent workers
 
     def batches(self, build: Callable[[], DataLoader[Any]], describe: Callable[[range], str]) -> Iterator[Any]:
         """The batches of one epoch. Raises WorkerDied.
 
-        `build` makes a DataLoader whose next iteration begins where the loop is. `describe` says which samples are in
-        batches that are counted from there.
+        `build` makes a DataLoader whose next iteration begins at the loop's position. `describe` says which samples are
+        in batches that are counted from there.
         """
         epoch = _Epoch(self._kept, self._timeout)
         try:
@@ -65,8 +65,8 @@ class WorkerGuard:
         except BaseException as error:
             found = epoch.failure(error)
             epoch.close()
-            # A loop that was left needs nothing more: torch ends the workers with the last reference to their iterator.
-            # The traceback of any other error would keep them alive.
+            # After a loop was left there is nothing to do: torch ends the workers with the last reference to their
+            # iterator. The traceback of any other error would keep them alive.
             if epoch.is_broken or not isinstance(error, GeneratorExit):
                 _discard(epoch.iterator)
                 self.close()
@@ -82,7 +82,7 @@ class WorkerGuard:
             epoch.close()
 
     def close(self) -> None:
-        """End workers that live on between epochs; the next epoch starts new ones."""
+        """End persistent workers; the next epoch starts new ones."""
         self._kept = self._loader = None
 
     def _begin(self, build: Callable[[], DataLoader[Any]]) -> Any:
@@ -100,8 +100,8 @@ class WorkerGuard:
 class _Epoch:
     """One pass over an iterator of a DataLoader, and the thread that watches its workers, if it has any.
 
-    When a worker dies or the timeout passes, the thread kills all workers and ends the wait for a batch. torch looks
-    every 5 s, and not while a message is half read.
+    When a worker dies or the timeout passes, the thread kills all workers and ends the wait for a batch. torch polls
+    every 5 s, and not while a message is partly read.
     """
 
     def __init__(self, iterator: Any, timeout: float) -> None:
@@ -111,7 +111,7 @@ class _Epoch:
         self._dead: tuple[int, int] | None = None  # number and exit code
         self._timeout = timeout
         self._waiting_since: float | None = None
-        self._overdue = ""  # what the workers did not do, and which of them are stopped
+        self._overdue = ""  # the description of a timeout or stop, once there is one
         self._oom_kills = oom_kills()
         self._end = -1
         self._thread: threading.Thread | None = None
@@ -126,7 +126,7 @@ class _Epoch:
         return getattr(self.iterator, "_workers", [])
 
     def check_alive(self) -> None:
-        """Raise if a worker that was to live on between epochs has died."""
+        """Raise if a persistent worker has died."""
         for number, worker in enumerate(self._workers):
             if code := worker.exitcode:
                 self._dead = number, code
@@ -165,7 +165,7 @@ class _Epoch:
                 return
             for sentinel in ready:
                 number = numbers[sentinel]
-                if code := exit_code(living.pop(number)):  # who has nothing more to do leaves with 0
+                if code := exit_code(living.pop(number)):  # a worker that has finished exits with 0
                     self._dead = number, code
             now, since = time.monotonic(), self._waiting_since
             if since is None:
@@ -184,16 +184,16 @@ class _Epoch:
 
     def _break(self) -> None:
         """End the wait for a batch, at once."""
-        for worker in self._workers:  # whichever it was: the batch of one may wait behind that of another
+        for worker in self._workers:  # all of them: the batch of one may wait behind that of another
             worker.kill()
         self._broken.set()
         if hasattr(self.iterator, "_pin_memory_thread"):
-            self.iterator._data_queue.put(None)  # whoever waits for a batch fails to unpack it
+            self.iterator._data_queue.put(None)  # a waiting reader fails to unpack it
         else:
             self.iterator._worker_result_queue._writer.close()
 
     def failure(self, error: BaseException) -> tuple[str, range] | None:
-        """What happened to a worker, if that is where `error` comes from, and which of the next batches it had."""
+        """What happened to a worker, if it caused `error`, and which of the next batches it had."""
         if not isinstance(error, Exception):
             return None
         said, count = str(error), len(self._workers)
@@ -208,7 +208,7 @@ class _Epoch:
             what = f"DataLoader worker {number} of {count} (pid {self._workers[number].pid}) {self._how(code)}"
             # Batches go to the workers in turn, and each is given a few ahead.
             return what, range((number - self.delivered) % count, count * self.iterator._prefetch_factor, count)
-        return (said.strip().rstrip("."), range(1)) if of_torch else None  # it left with code 0, or while it started
+        return (said.strip().rstrip("."), range(1)) if of_torch else None  # it exited with code 0, or while it started
 
     def _how(self, code: int) -> str:
         if code >= 0:
@@ -219,8 +219,8 @@ class _Epoch:
 
 
 def _discard(iterator: Any) -> None:
-    """End what is left of an iterator, not in torch's way: that takes locks which killed workers may hold."""
-    if getattr(iterator, "_shutdown", True):  # it has no workers, or has them no more
+    """Shut down an iterator without torch's own shutdown, which takes locks that killed workers may hold."""
+    if getattr(iterator, "_shutdown", True):  # it has no workers, or no longer has them
         return
     iterator._shutdown = True
     for worker in iterator._workers:
@@ -229,7 +229,7 @@ def _discard(iterator: Any) -> None:
         worker.join()
     if (pinning := getattr(iterator, "_pin_memory_thread", None)) is not None:
         iterator._pin_memory_thread_done_event.set()
-        iterator._worker_result_queue.put((None, None))  # wakes it; else it looks every 5 s
+        iterator._worker_result_queue.put((None, None))  # wakes the thread, which otherwise polls every 5 s
         pinning.join(_EXIT_S)
     for queue in (*iterator._index_queues, iterator._worker_result_queue):
         queue.cancel_join_thread()
@@ -241,8 +241,8 @@ def _discard(iterator: Any) -> None:
 def exit_code(worker: Any) -> int | None:
     """The exit code of a process that has ended.
 
-    `join()` alone may return without one: the loop's thread looks too, when a pipe broke, and whichever thread has
-    collected the code from the kernel may not have stored it yet.
+    `join()` alone may return without one: the loop's thread checks too when a pipe breaks, and the thread that got the
+    code from the kernel may not have stored it yet.
     """
     deadline = time.monotonic() + _EXIT_S
     worker.join(_EXIT_S)

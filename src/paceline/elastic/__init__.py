@@ -1,1 +1,1 @@
-"""Training that outlives its ranks: survivors keep their state, go on with the ranks that there are, redo one step."""
+"""Training that survives the loss of ranks: survivors keep their state, form a new group and redo one step."""

@@ -1,6 +1,6 @@
-"""What an attempt changes beside the update, kept when it begins: buffers, and generators of random numbers.
+"""Buffers and random number generators, saved at the start of an attempt, which changes them outside the update.
 
-Parameters and optimizer states change in the update only, and gradients are thrown away, so nothing of those is kept.
+Parameters and optimizer states change in the update only, and gradients are discarded, so none of those are saved.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.randomness import rng_state, set_rng_state
 
-LARGE_BYTES = 1 << 20  # from here on a buffer that counts no change is not copied again, as masks are
-_NORMS = nn.modules.batchnorm._NormBase  # kernels of torch change their buffers and count no version
+LARGE_BYTES = 1 << 20  # larger buffers are not copied again if their version has not changed, as with masks
+_NORMS = nn.modules.batchnorm._NormBase  # torch's kernels change their buffers without increasing the version
 
 
 @dataclass(slots=True)
@@ -23,7 +23,8 @@ class _KeptBuffer:
 
 
 class BeforeAttempt:
-    """The buffers of some modules and the generators of this process, as the attempt that runs has found them."""
+    """The buffers of some modules and the generators of this process, as they were at the start of the current
+    attempt."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._modules = modules
@@ -52,7 +53,7 @@ class BeforeAttempt:
             torch._foreach_copy_(targets, sources)
 
     def put_back(self) -> None:
-        """The attempt has failed: what it has changed is as it was. A buffer that it replaced is the old one again."""
+        """The attempt has failed: restore what it has changed. A buffer that it replaced is the old one again."""
         set_rng_state(self._generators, self._device)
         owners = {(number, name): owner for number, name, owner in self._owners()}
         with torch.no_grad():
@@ -63,7 +64,7 @@ class BeforeAttempt:
                 owners[key[0], prefix]._buffers[own_name] = kept.source
 
     def forget(self) -> None:
-        """All state was replaced: nothing that was kept is worth anything."""
+        """All state was replaced: drop the saved copies."""
         self._kept.clear()
 
     def _owners(self) -> list[tuple[int, str, nn.Module]]:

@@ -1,4 +1,4 @@
-"""What a script has declared: all that changes from step to step, by the names that the script gave it."""
+"""What a script has declared: everything that changes from step to step, by the names that the script gave it."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from paceline.stored.json_tree import Encoder
 
 
 class Cut(NamedTuple):
-    """Into how many shards a state is cut, and which of them a rank has."""
+    """The number of shards of a state, and the one that a rank holds."""
 
     shards: int
     shard: int
@@ -29,10 +29,10 @@ WHOLE = Cut(1, 0)
 
 
 class Declared:
-    """Models, optimizers and all else that has a state, or follows the world."""
+    """Models, optimizers and everything else that has a state or depends on the world."""
 
     def __init__(self, things: Mapping[str, Any]) -> None:
-        """Names and what they stand for; what is None is left out."""
+        """Names and objects; None is left out."""
         self.things = {name: thing for name, thing in things.items() if thing is not None}
         for name, thing in self.things.items():
             if not (_has_state(thing) or hasattr(thing, "follow_group")):
@@ -55,36 +55,36 @@ class Declared:
         return next((param.device for module in self.modules for param in module.parameters()), torch.device("cpu"))
 
     def signature(self) -> int:
-        """A number of 63 bits that is equal on ranks that have declared things of the same names and kinds."""
+        """A number of 63 bits that is equal on ranks that have declared objects of the same names and types."""
         shards = [[shard.name for shard in shards_in(thing).values()] for thing in self.things.values()]
         text = json.dumps([[(name, type(thing).__name__) for name, thing in self.things.items()], shards])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
     def state(self) -> dict[str, SplitState]:
-        """The state of all that has one: the tensors are those of the run. No other rank is asked for anything."""
+        """The states of all declared objects, without copying tensors and without communication."""
         return {name: split(thing) for name, thing in self.stateful.items()}
 
     def take(self, state: Mapping[str, SplitState]) -> None:
-        """Go on from this state, whose parts are what this rank is to own."""
+        """Continue from this state, whose parts are those that this rank will own."""
         for name, thing in self.stateful.items():
             if name in state:
                 put_together(thing, state[name])
 
-    # ---- what is in shards, of which there is one cut
+    # ---- shards, which are all cut alike
 
     @property
     def held(self) -> Cut:
-        """Into how many shards the state is cut, and which of them this rank has."""
+        """The current number of shards, and the one that this rank holds."""
         return Cut(*_owned(self.in_shards[0]).held) if self.in_shards else WHOLE
 
     @property
     def due(self) -> Cut:
-        """The same, as it is to be in the group that replicas have now."""
+        """The same, as it should be in the replicas' current group."""
         return Cut(*_owned(self.in_shards[0]).due) if self.in_shards else WHOLE
 
     @property
     def lacking(self) -> bool:
-        """Whether parameters lack what ranks have made of them that were lost before all had it."""
+        """Whether parameters lack updates of ranks that were lost before all ranks had received them."""
         return any(_owned(replica).lacking for replica in self.in_shards)
 
     @property
@@ -99,31 +99,31 @@ class Declared:
         return math.gcd(*counts)
 
     def sources_of_due(self, shards: int) -> set[int]:
-        """Which shards of a state that is cut into so many have something of what this rank is to have."""
+        """The shards, of a state cut into `shards`, that overlap with what this rank will own."""
         return set[int]().union(*(_owned(replica).sources_of_due(shards) for replica in self.in_shards))
 
     def take_up_cut(self) -> None:
-        """Have the parts of replicas for what this rank is to have from now on."""
+        """Move the replicas to the parts that this rank will own from now on."""
         for replica in self.in_shards:
             take_up_cut(replica)
 
     def whole_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """What of parameters all ranks have, though each updates its own blocks alone."""
+        """The parameters that are whole on all ranks, although each rank updates only its own blocks."""
         replicas = [replica for replica in self.in_shards if not replica._placement.shards_parameters]
         return [(shard.name, shard.param.detach()) for replica in replicas for shard in _owned(replica).shards]
 
     def await_parameters(self) -> None:
-        """Have the parameters that others have updated, if they are still on their way."""
+        """Wait for the parameters that other ranks have updated."""
         for replica in self.in_shards:
             _owned(replica).follow_parameters()
 
     def complete_parameters(self) -> None:
-        """Have what all ranks own in the parameters, where these are whole. All ranks call it."""
+        """Gather what all ranks own into the whole parameters. All ranks call it."""
         for replica in self.in_shards:
             _owned(replica).complete()
 
     def go_back(self) -> None:
-        """An attempt has failed: gradients are dropped, and what was read for it is read again."""
+        """An attempt has failed: drop gradients, and read its batches again."""
         for module in self.modules:
             for param in module.parameters():
                 param.grad = None
@@ -131,27 +131,27 @@ class Declared:
             if hasattr(thing, "go_back"):
                 thing.go_back()
             elif isinstance(thing, torch.amp.GradScaler):
-                # What unscale_() has noted of gradients that are gone; load_state_dict() does not touch it.
+                # unscale_()'s record of the dropped gradients, which load_state_dict() does not reset.
                 thing._per_optimizer_states.clear()
 
     def begin_step(self, step: int | None) -> None:
-        """What is read from here on is for this step; None: for none."""
+        """Batches read from now on belong to this step; None: to no step."""
         for thing in self.things.values():
             if isinstance(thing, Loader):
                 thing.begin_step(step)
 
     def commit(self, step: int) -> None:
-        """What was read is counted as trained on."""
+        """Count what was read as trained on."""
         for thing in self.things.values():
             if isinstance(thing, Loader):
                 thing.commit(step)
 
     def check_replicas(self, lanes_at_least: int) -> None:
-        """What an elastic job needs of its models."""
+        """Check what an elastic job requires of its models."""
         if not self.replicas:
             raise UsageError(
-                "paceline.Elastic was given no paceline.DistributedDataParallel: in an elastic job it is what joins "
-                "ranks; wrap the model, and declare it by model="
+                "paceline.Elastic was given no paceline.DistributedDataParallel: in an elastic job it connects the "
+                "ranks; wrap the model, and pass it as model="
             )
         for replica in self.replicas:
             if replica._placement.shards_optimizer and not replica._in_generations:
@@ -167,8 +167,8 @@ class Declared:
         cuts = {f"shard={replica._shard}, copies={replica._copies}" for replica in self.in_shards}
         if len(cuts) > 1:
             raise UsageError(
-                f"replicas with {' and with '.join(sorted(cuts))} were declared: which ranks have the state between "
-                f"them would differ from one to the other; give all the same shard= and copies="
+                f"replicas with {' and with '.join(sorted(cuts))} were declared: the sets of ranks that hold the state "
+                f"would differ between them; give all the same shard= and copies="
             )
 
     def _check_schedulers(self) -> None:
@@ -178,7 +178,7 @@ class Declared:
             if wrapped and id(thing) not in scheduled:
                 raise UsageError(
                     f"{name}= has a learning rate scheduler that was not declared, so a rank that takes over the state "
-                    f"of another would go on with another rate: pass it too, as scheduler="
+                    f"of another would continue with another learning rate: pass it too, as scheduler="
                 )
 
 
@@ -191,7 +191,7 @@ def _owned(replica: Any) -> Any:
 
 
 def digest_of(name: str, state: Any) -> int:
-    """A number of 63 bits that is equal on two ranks exactly when these states of theirs are, in bits."""
+    """A 63-bit digest that is equal on two ranks when their states are bit-identical."""
     encoder = Encoder()
     tree = json.dumps(encoder.encode(state, (name,)), sort_keys=True)
     found = hashlib.blake2b(tree.encode(), digest_size=8)

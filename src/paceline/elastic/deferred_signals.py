@@ -1,11 +1,11 @@
-"""Signals whose handlers raise are kept back while an update runs, so that none of them ends it half-way."""
+"""Signals whose handlers raise are deferred while an update runs, so that none interrupts it half-way."""
 
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
-# Those that people, schedulers and timers send. What has no handler of Python's own does what it always does.
+# Signals that users, schedulers and timers send. Those without a Python handler keep their default action.
 DEFERRED = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -20,7 +20,7 @@ DEFERRED = (
 class DeferredSignals:
     """From `begin()` to `end()` a first signal of each kind is noted, and its handler is called by `end()`.
 
-    A second one is not kept back: whoever presses Ctrl-C again wants to leave an update that does not end.
+    A second one is not deferred: pressing Ctrl-C again must be able to stop an update that does not end.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class DeferredSignals:
                 if callable(handler := signal.getsignal(number)):
                     self._earlier[number] = handler
                     signal.signal(number, self._note)
-        except BaseException:  # of the handler of one that came before it was kept back
+        except BaseException:  # raised by the handler of a signal that came before it was deferred
             self.end()
             raise
 
     def end(self) -> None:
-        """Put the handlers back, and call those whose signals have come, which may raise."""
+        """Restore the handlers, and call those whose signals have arrived, which may raise."""
         try:
             self._restore()
         finally:
@@ -51,7 +51,7 @@ class DeferredSignals:
 
     def _restore(self) -> None:
         for number, handler in list(self._earlier.items()):
-            signal.signal(number, handler)  # once it is back it may raise right here, for another signal
+            signal.signal(number, handler)  # once restored, it may raise right here, for another signal
             del self._earlier[number]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -63,7 +63,7 @@ class DeferredSignals:
 
 
 def _raise_all(numbers: list[int]) -> None:
-    """Each of them, also where the handler of one before it has raised."""
+    """Raise each of them, even if the handler of an earlier one has raised."""
     if numbers:
         try:
             signal.raise_signal(numbers[0])

@@ -1,4 +1,4 @@
-"""`Elastic`: what a script wraps its steps in, so that training outlives the ranks that it runs on."""
+"""`Elastic`: wraps the steps of a script, so that training survives the loss of ranks."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ logger = logging.getLogger("paceline")
 
 
 class Elastic:
-    """Lets training outlive its ranks.
+    """Lets training survive the loss of ranks.
 
         run = paceline.Elastic(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         batches = loader.endless()
@@ -48,20 +48,21 @@ class Elastic:
                 optimizer.zero_grad()
         run.finish()
 
-    Started by `paceline run --ranks 2:8 train.py`, the ranks of the job come and go. When one dies, the others keep
-    their state in memory, drop the step that they were in, meet again without it and redo that step. A rank that is new
-    takes everything from one that was there before. With `lanes=` the result is the same, bit for bit, as if nothing
-    had happened. Without that launcher the same loop runs in a world that stays as it is.
+    Started by `paceline run --ranks 2:8 train.py`, the number of ranks may change while the job runs. When a rank dies,
+    the others keep their state in memory, drop the current step, form a new group without it and redo that step. A new
+    rank receives the whole state from an existing one. With `lanes=` the result is bit-identical to a run without any
+    loss. Under other launchers the same loop runs in a fixed world.
 
-    Declare all that changes from step to step, under any name: models, optimizers, schedulers, loaders, samplers,
-    GradScaler, averages of weights, and whatever has `state_dict()` and `load_state_dict()`. A `Checkpointer`, given as
-    `checkpoints=`, is where training begins if it has a snapshot, and where it goes on if no rank has a whole state any
-    more; it must have been saved with the names that are declared here: `checkpoints.save(run.step, **run.declared)`.
+    Declare everything that changes from step to step, under any name: models, optimizers, schedulers, loaders,
+    samplers, GradScaler, averages of weights, and any object with `state_dict()` and `load_state_dict()`. A
+    `Checkpointer`, given as `checkpoints=`, is loaded at the start if it has a snapshot, and again if no rank has a
+    complete state any more; its snapshots must be saved with the names that are declared here:
+    `checkpoints.save(run.step, **run.declared)`.
 
-    Whatever talks to other ranks goes inside an attempt: reading batches, the step, evaluation, saving a checkpoint. An
-    attempt that a lost rank ends is left without an error, before or after its commit, and the loop goes on from
-    `run.step`. So what must not be left out at the end of an attempt goes into one of its own, without a commit, and is
-    tried until it is done.
+    Everything that communicates with other ranks belongs inside an attempt: reading batches, the step, evaluation,
+    saving a checkpoint. If a rank is lost, the attempt ends early without an error, before or after its commit, and the
+    loop continues from `run.step`. Work that must not be skipped at the end of an attempt belongs in an attempt of its
+    own, without a commit, which is repeated until it succeeds.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class Elastic:
         backend: str | None = None,
         **more: Any,
     ) -> None:
-        """`begin` is called by all ranks together when none of them has a state: with True when nobody has trained yet,
-        with False after all were lost or torn. It loads a state and returns its step, or None. Left out, that is the
-        newest of `checkpoints`. `backend` is that of the process group of each generation; None: gloo, and NCCL for
-        tensors on a CUDA device."""
+        """All ranks call `begin` together when none of them has a state: with True if no rank has trained yet, with
+        False after all states were lost or torn. It loads a state and returns its step, or None. The default loads the
+        newest of `checkpoints`. `backend` is that of each generation's process group; None: gloo, and NCCL for tensors
+        on a CUDA device."""
         things = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, **more}
         self._declared = Declared({**things, "checkpoints": checkpoints})
         self._transaction = Transaction()
@@ -106,24 +107,25 @@ class Elastic:
 
     @property
     def generation(self) -> int:
-        """The number of the generation that this rank is in. It changes when ranks leave or come; -1 where none can."""
+        """The number of the generation that this rank is in. It changes when ranks leave or join; -1 in a fixed
+        world."""
         return -1 if self._generations is None else self._generations.number
 
     @property
     def declared(self) -> Mapping[str, Any]:
-        """What was declared and has a state, by name: all that a checkpoint of this run has to hold."""
+        """The declared objects that have a state, by name: what a checkpoint of this run must hold."""
         return dict(self._declared.stateful)
 
     def attempt(self) -> "StepAttempt":
-        """`with run.attempt():` around one step, or whatever else talks to other ranks."""
+        """`with run.attempt():` around one step, or anything else that communicates with other ranks."""
         return StepAttempt(self)
 
     def commit(self) -> "Commit":
-        """`with run.commit():` around the update of a step, inside its attempt. Afterwards the step counts."""
+        """`with run.commit():` around the update of a step, inside its attempt. Afterwards the step is committed."""
         return Commit(self)
 
     def finish(self) -> None:
-        """Training is over on all ranks: from here on none of them is replaced. All ranks call it, once."""
+        """Training is over on all ranks: from now on no rank is replaced. All ranks call it, once."""
         met = False
         while not met:
             try:
@@ -134,7 +136,7 @@ class Elastic:
             except WorldNotFormed:
                 if self._generations is None or not self._generations.member.finished:
                     raise
-                met = True  # the others have, and this rank was as far as they were
+                met = True  # the others have finished, and this rank had reached the same step
         if self._generations is not None:
             self._generations.member.send(MemberFinished(self._generations.number, self.step))
             self._generations.close()
@@ -144,7 +146,7 @@ class Elastic:
     # ---- an attempt
 
     def _begin_attempt(self) -> None:
-        if self._apart:  # the script has caught its error, and goes on
+        if self._apart:  # the script has caught its error, and continues
             self._join()
         self._transaction.begin_attempt()
         own_progress().note(Phase.BETWEEN, self.step)
@@ -158,7 +160,7 @@ class Elastic:
         self._uses.begin()
 
     def _end_attempt(self, error: BaseException | None) -> bool:
-        """The attempt was left, by `error` or without one. Returns whether the error is dealt with."""
+        """The attempt was left, by `error` or without one. Returns True if the error was handled."""
         self._uses.end()
         generations = self._generations
         if error is None:
@@ -185,7 +187,7 @@ class Elastic:
         return False
 
     def _drop(self, *, discards: bool) -> None:
-        """What the attempt has changed beside the update is as it was; after its commit it belongs to the next step."""
+        """Undo what the attempt changed outside the update; after its commit that belongs to the next step."""
         committed = self._transaction.mark is StepMark.WHOLE
         self._transaction.drop()
         for replica in self._declared.replicas if discards else ():
@@ -205,20 +207,20 @@ class Elastic:
         if self._group is not None and self._declared.device.type == "cuda":
             self._await_sums(self._group)
         if self._generations is not None:
-            self._declared.await_parameters()  # not in the update: a rank that is lost does not break that off
+            self._declared.await_parameters()  # before the update, so that the loss of a rank cannot interrupt that
         self._strangers.check()
 
     def _begin_commit(self) -> None:
         self._transaction.begin_update()
 
     def _await_sums(self, group: Group) -> None:
-        """What is queued behind a collective that is aborted runs on the sums that it has left: so the host has to know
-        that they are complete, and that nobody had left when they were."""
+        """Work queued behind an aborted collective would run on incomplete sums, so the host must wait until it knows
+        that they are complete, and that no member had left by then."""
         event = torch.cuda.current_stream(self._declared.device).record_event()
         group.wait(EventWork(event), f"the sums of step {self.step}")
         if self._generations is not None and self._generations.over:
             raise PeerLost(f"a member left generation {self.generation} before step {self.step} was committed")
-        if self._declared.in_shards and group.size > 1:  # all have their sums, or nobody uses them
+        if self._declared.in_shards and group.size > 1:  # either all ranks have their sums, or no rank uses them
             gather_ints(group, [self.step], f"the sums of step {self.step} on all ranks")
 
     def _end_commit(self) -> None:
@@ -248,7 +250,7 @@ class StepAttempt:
 
 
 class Commit:
-    """What `run.commit()` returns. An interrupt that comes meanwhile is raised when the step is committed."""
+    """What `run.commit()` returns. An interrupt is raised after the step is committed."""
 
     def __init__(self, run: Elastic) -> None:
         self._run = run
@@ -274,7 +276,7 @@ class Commit:
 
 
 def _load_newest(checkpoints: Checkpointer, declared: Declared, _: bool) -> int | None:
-    """The step of the newest checkpoint, which was loaded; None if there is none."""
+    """Load the newest checkpoint and return its step; None if there is none."""
     try:
         return checkpoints.load("compared", **declared.stateful).step
     except NoCheckpoint as error:

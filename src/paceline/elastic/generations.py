@@ -1,4 +1,4 @@
-"""The generations that this member goes through: how it leaves one, waits for the next, and forms its group."""
+"""How this member leaves a generation, waits for the next one, and forms its group."""
 
 import logging
 import sys
@@ -23,7 +23,7 @@ ABORT_S = 10.0
 
 
 class Generations:
-    """This process as a member: the generation that it is in now, and the group of it."""
+    """This process as a member: its current generation, and the group of that."""
 
     def __init__(self, member: Member, backend: str | None, device: torch.device) -> None:
         self.member = member
@@ -37,7 +37,7 @@ class Generations:
 
     @property
     def over(self) -> bool:
-        """Whether a member has left the generation that this one is in."""
+        """Whether a member has left the current generation."""
         return bool(self.member.ended(self.number))
 
     @property
@@ -46,10 +46,10 @@ class Generations:
         return self.member.wants_regroup(self.number)
 
     def enter_next(self, ready: MemberReady) -> tuple[Generation, Group]:
-        """Leave the generation, say where this rank stands, and form the group of the next one that it belongs to.
+        """Leave the generation, report this rank's state, and form the group of the next one that it belongs to.
         `ready.was` is filled in here.
 
-        Raises PeerLost when a member of that one leaves meanwhile: then there will be another.
+        Raises PeerLost if a member of the new one leaves meanwhile: then there will be another.
         """
         self._leave()
         self.member.send(replace(ready, was=self.number))
@@ -62,18 +62,18 @@ class Generations:
         return generation, Group(TorchDistTransport(group), owned=False)
 
     def formed(self) -> None:
-        """The state of this rank is that of the others."""
+        """Report that the state of this rank equals that of the others."""
         self.member.send(MemberFormed(self.number))
 
     def tell_failure(self, step: int, error: Exception) -> None:
-        """The script of this member has raised an error that is no other member's fault."""
+        """Report that the script of this member has raised an error that no other member caused."""
         self.member.send(MemberFailed(self.number, step, in_one_line(error)))
 
     def close(self) -> None:
-        """Go through no more of them."""
+        """Stop following generations."""
         self._stop_watching()
 
-    # ---- a device, whose host may be blocked in a collective by the time that a peer is gone
+    # ---- a device, whose host may be blocked in a collective when a peer dies
 
     def _on_ended(self, ended: MemberLeft) -> None:
         if ended.generation == self.number and self._aborting is None and dist.is_initialized():
@@ -91,9 +91,9 @@ class Generations:
                 )
         leave_generation(self._others)
         self._others = ()
-        sys.excepthook = self._hook  # torch puts one more before it for every group, each with a rank
+        sys.excepthook = self._hook  # torch adds one more hook for every group, each with a rank
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error, as the launcher is told it."""
+    """An error as one line for the launcher."""
     return f"{type(error).__name__}: {error}".replace("\n", " ")

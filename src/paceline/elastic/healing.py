@@ -1,11 +1,11 @@
-"""How the ranks of a new generation that do not have the state that it goes on from get it: in one piece.
+"""How ranks of a new generation receive the state from which it continues: in one piece.
 
-The launcher says whose state that is (`launch/next_generation.py`). Survivors that are all whole at one step have it
-already, and no bytes move. Otherwise all that are behind, torn or new take everything from one rank, or, where the
-state is in shards, from one rank for each shard. Never a part of it: ranks that were healed tensor by tensor have ended
-in a state that no run has been in.
+The launcher says whose state is used (`launch/next_generation.py`). If all survivors are whole at one step they have it
+already, and no bytes move. Otherwise all that are behind, torn or new take everything from one rank or, if the state is
+in shards, from one rank per shard. They never take part of it: ranks that were healed tensor by tensor have ended in a
+state that no run was ever in.
 
-Nothing of a rank changes before all that it needs has come (`receive`); what it then has is compared (`check`).
+A rank changes nothing before everything it needs has arrived (`receive`); the result is then compared (`check`).
 """
 
 import json
@@ -26,30 +26,31 @@ WHAT = "the comparison of states"
 
 
 class Standing(NamedTuple):
-    """Where one rank of a new generation stands."""
+    """The state of one rank in a new generation."""
 
-    behind: bool  # its state is not the one that the generation goes on from
+    behind: bool  # its state is not the one from which the generation continues
     moves: bool  # it needs shards that it does not have
     lacking: bool  # its parameters lack what lost ranks have made of them
 
 
 @dataclass
 class Received:
-    """What has come to this rank, and has not been put anywhere yet."""
+    """What this rank has received and not yet loaded."""
 
     state: dict[str, SplitState] = field(default_factory=dict)
-    digests: list[int] = field(default_factory=list)  # of what all ranks have alike, as the source has it
-    compared: list[str] = field(default_factory=list)  # the names of these, where this rank has taken them
+    digests: list[int] = field(default_factory=list)  # of the state that all ranks share, on the source
+    compared: list[str] = field(default_factory=list)  # the names of those objects, if this rank has loaded them
     sums: Sums | None = None  # of the shards of all sources; None: no shard has moved
 
 
 def compare_declared(group: Group, declared: Declared, own: Standing) -> list[Standing]:
-    """Where all ranks stand. All of them call it. Raises UsageError on all if they have declared different things."""
+    """Gather the standing of all ranks. All call it. Raises UsageError on all if they have declared different
+    objects."""
     rows = gather_ints(group, [*map(int, own), declared.signature()], WHAT)
     if len({signature for *_, signature in rows}) > 1:
         told = gather_unless_equal(group, {name: type(t).__name__ for name, t in declared.things.items()}, WHAT)
-        what = told or "optimizers whose parameters are others, or in another order"
-        raise UsageError(f"ranks have declared different things to paceline.Elastic: {what}; declare the same on all")
+        what = told or "optimizers whose parameters differ, or are in another order"
+        raise UsageError(f"ranks have declared different objects to paceline.Elastic: {what}; declare the same on all")
     return [Standing(*map(bool, row[:-1])) for row in rows]
 
 
@@ -60,15 +61,15 @@ def receive(
     own: Standing,
     held: Mapping[str, SplitState] | None = None,
 ) -> Received:
-    """Get what this rank lacks of the state that `sources` have between them. All ranks call it. `held`: the state of
-    this rank, where it has moved on to another cut already."""
+    """Receive what this rank lacks of the state that `sources` hold between them. All ranks call it. `held`: the state
+    of this rank, if it has already moved on to another cut."""
     held = declared.state() if held is None else held
     digests = [digest_of(name, state.rest) for name, state in held.items()]
     rows = gather_ints(group, [*digests, int(own.behind), int(own.moves)], WHAT)
     source, wanted = sources[0], rows[sources[0]][:-2]
     rest: Mapping[str, Any] = {name: state.rest for name, state in held.items()}
     found, takes = Received(digests=wanted), own.behind and digests != wanted
-    if any(row[-2] and row[:-2] != wanted for row in rows):  # not where they have equal bits by chance, as at the start
+    if any(row[-2] and row[:-2] != wanted for row in rows):  # unless they happen to have equal bits, as at the start
         blob = broadcast(group, pack(rest, "state") if group.rank == source else b"", source)
         if takes:
             rest, found.compared = unpack(blob), list(held)
@@ -84,7 +85,7 @@ def receive(
 
 
 def check(group: Group, declared: Declared, received: Received, sources: Sequence[int]) -> None:
-    """Compare what ranks have now with what the sources had. All ranks call it."""
+    """Compare the ranks' current state with that of the sources. All ranks call it."""
     now = declared.state()
     problems = [
         name
@@ -95,7 +96,7 @@ def check(group: Group, declared: Declared, received: Received, sources: Sequenc
     if wrong := [(rank, names.decode()) for rank, names in enumerate(told) if names]:
         rank, names = wrong[0]
         raise ReplicasDiffer(
-            f"rank {rank} has loaded the state of rank {sources[0]}, and {names} is not equal to it in bits "
+            f"rank {rank} has loaded the state of rank {sources[0]}, and {names} is not bit-identical "
             f"afterwards: its load_state_dict() must restore all that its state_dict() returns"
         )
     if received.sums is not None:
@@ -103,13 +104,13 @@ def check(group: Group, declared: Declared, received: Received, sources: Sequenc
 
 
 def check_parameters(group: Group, declared: Declared) -> None:
-    """Raise ReplicasDiffer on all ranks unless parameters that are whole on all of them have the same bits there."""
+    """Raise ReplicasDiffer on all ranks unless the whole parameters have the same bits on all of them."""
     params = declared.whole_parameters()
     rows = gather_bytes(group, json.dumps(digests_of([param for _, param in params])).encode(), WHAT)
     if wrong := next((rank for rank, row in enumerate(rows) if row != rows[0]), None):
         pairs = zip(json.loads(rows[0]), json.loads(rows[wrong]), params, strict=True)
         name = next(name for one, other, (name, _) in pairs if one != other)
         raise ReplicasDiffer(
-            f"ranks have gathered the parameters anew from those who own them, and {name} differs between rank 0 and "
+            f"ranks have gathered the parameters again from their owners, and {name} differs between rank 0 and "
             f"rank {wrong}: test the memory and the network of these machines"
         )

@@ -1,4 +1,4 @@
-"""How a member becomes a rank of the next generation, with the state that this generation goes on from."""
+"""How a member becomes a rank of the next generation, with the state from which that generation continues."""
 
 import logging
 import os
@@ -21,11 +21,11 @@ from paceline.replica.membership import enter_generation
 
 logger = logging.getLogger("paceline")
 
-FORMINGS = 30  # in a row that fail: then there is more amiss than members that leave
+FORMINGS = 30  # failures in a row: then more is wrong than members that leave
 
 
 class Joining:
-    """Brings what a script has declared from one generation into the next."""
+    """Moves the declared objects from one generation to the next."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class Joining:
         self._begin = begin
         self._generations = generations
         self._preemption = preemption
-        # What this rank has made of itself, until the first generation has a state: one that forms in vain may have
-        # taken it apart already.
+        # This rank's initial state, until the first generation has a state: an attempt to form it that failed may have
+        # changed the objects already.
         self._initial: dict[str, SplitState] | None = None
         self._told = ""
 
     def begin(self) -> Group | None:
-        """Before the first step: the first generation, or the newest checkpoint of a world that stays as it is."""
+        """Before the first step: the first generation, or the newest checkpoint of a fixed world."""
         if self._generations is not None:
             self._check()
             return self.join()
@@ -58,7 +58,7 @@ class Joining:
 
     def join(self, reason: str = "") -> Group:
         """Become a rank of the next generation. Returns the group of its ranks. `reason`: the error of all ranks that
-        has ended the one before, if it is to be made again."""
+        ended the previous one, if its step is to be repeated."""
         generations = self._generations
         assert generations is not None
         for _ in range(FORMINGS):
@@ -66,7 +66,7 @@ class Joining:
                 generation, group = generations.enter_next(self._ready(reason))
                 self._enter_and_tell(generation, group)
                 generations.formed()
-            except LOSSES as error:  # a member has left while it formed, so there will be another
+            except LOSSES as error:  # a member left while it formed, so there will be another
                 logger.info("generation %d was not formed: %s", generations.number, error)
                 reason = ""
                 continue
@@ -75,7 +75,7 @@ class Joining:
         raise WorldNotFormed(f"{FORMINGS} generations in a row, up to {generations.number}, could not be formed")
 
     def _enter_and_tell(self, generation: Generation, group: Group) -> None:
-        """An error that is no other member's fault is told, so that the others do not wait until this process ends."""
+        """Report an error that no other member caused, so that the others do not wait until this process ends."""
         assert self._generations is not None
         try:
             self._enter(generation, group)
@@ -92,12 +92,12 @@ class Joining:
         assert self._generations is not None
         if self._generations.member.id == 0 and any(replica._lane_count is None for replica in replicas):
             logger.warning(
-                "without lanes= the result of a step depends on how many ranks make it, so this run may have other "
-                "bits when ranks have come or gone; pass lanes= to DistributedDataParallel for the same in every world"
+                "without lanes= a step's result depends on the number of ranks, so the bits of this run may change "
+                "when ranks join or leave; pass lanes= to DistributedDataParallel for equal bits in every world"
             )
 
     def _ready(self, reason: str) -> MemberReady:
-        """Where this rank stands, for the launcher."""
+        """This rank's state, for the launcher."""
         declared, mark = self._declared, self._transaction
         cut = declared.held if self._initial is None else WHOLE
         return MemberReady(
@@ -105,7 +105,7 @@ class Joining:
         )
 
     def _enter(self, generation: Generation, group: Group) -> None:
-        """The group has formed: all that was declared moves to it."""
+        """The group has formed: move all declared objects to it."""
         declared = self._declared
         for thing in declared.followers:
             thing.follow_group()
@@ -126,7 +126,7 @@ class Joining:
         if any(stand.behind or stand.moves for stand in stands):
             received = receive(group, declared, sources, own, self._initial)
             if own.behind or own.moves:
-                self._transaction.tear()  # until all of it is there
+                self._transaction.tear()  # until the state is complete
             declared.take_up_cut()
             declared.take(received.state)
             self._go_on(generation.step)
@@ -147,33 +147,33 @@ class Joining:
         return Standing(behind=not has_it, moves=moves, lacking=declared.lacking)
 
     def _tell_what_is_lost_with_a_rank(self, group: Group) -> None:
-        """At the start, and when it is something else than before."""
+        """Log what a loss costs, at the start and whenever that changes."""
         if group.rank or not self._declared.in_shards:
             return
         holders = group.size // self._declared.held.shards
         if holders > 1:
             text = f"each shard is held by {holders} ranks: the shard of a lost rank comes from its twin"
         elif self._begin is not None:
-            text = "a lost rank takes its shard with it: the job then goes on from the newest checkpoint"
+            text = "a lost rank takes its shard with it: the job then continues from the newest checkpoint"
         else:
             text = (
-                "a lost rank takes its shard with it, and the job with that: there are no checkpoints= to go on from. "
-                "Pass some to paceline.Elastic, or have every shard on two ranks, by shard= or copies="
+                "a lost rank takes its shard with it and ends the job: there are no checkpoints= to continue from. "
+                "Pass checkpoints= to paceline.Elastic, or keep every shard on two ranks with shard= or copies="
             )
         if text != self._told:
             logger.warning("%s", text)
         self._told = text
 
     def _why_nothing_is_whole(self) -> str:
-        lost = "a shard of the state was on no rank that is left" if self._declared.in_shards else ""
+        lost = "no remaining rank holds one of its shards" if self._declared.in_shards else ""
         return (
-            f"no rank that is left has the whole state of a step{lost and f' ({lost})'}, and there is no checkpoint to "
-            f"go on from: pass checkpoints=paceline.Checkpointer(...) to paceline.Elastic, and save"
-            + (", or have every shard on two ranks, by shard= or copies=" if lost else "")
+            f"no remaining rank has the complete state of a step{lost and f' ({lost})'}, and there is no checkpoint to "
+            f"continue from: pass checkpoints=paceline.Checkpointer(...) to paceline.Elastic, and save"
+            + (", or keep every shard on two ranks with shard= or copies=" if lost else "")
         )
 
     def _take_newest(self, *, fresh: bool) -> bool:
-        """Go on from what was stored, if anything was. All ranks call it. `fresh`: nobody has trained yet."""
+        """Continue from a stored state, if there is one. All ranks call it. `fresh`: no rank has trained yet."""
         if self._begin is None:
             return False
         self._transaction.tear()

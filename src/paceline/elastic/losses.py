@@ -1,5 +1,5 @@
-"""Which errors end an attempt and not the job: those that say that other ranks are gone, or are wrong, and those that
-all ranks have together in a step that may well succeed when it is made again.
+"""Classify errors: which of them end an attempt and not the job. These are errors that say that other ranks are lost or
+wrong, and errors that all ranks raise together in a step that may well succeed when it is repeated.
 """
 
 import time
@@ -21,23 +21,23 @@ from paceline.errors import (
 )
 
 LOSSES = (PeerLost, PeerAbsent, BackwardAborted)
-NEWS_S = 1.0  # an error of torch's own may be older than the launcher's word that a member is gone
+NEWS_S = 1.0  # torch's error may come before the launcher's message that a member has died
 
 
 class Answer(Enum):
-    """What a rank does about an error that has ended its attempt."""
+    """What a rank does about an error that ended its attempt."""
 
-    GO_ON = auto()  # without those that are gone
+    GO_ON = auto()  # without the lost ranks
     TRY_AGAIN = auto()  # with the same ranks; the launcher counts how often
-    GO_BACK = auto()  # with the same ranks, of whose states none can be trusted; the launcher counts that, too
+    GO_BACK = auto()  # with the same ranks, none of whose states can be trusted; the launcher counts that, too
     RAISE = auto()  # it is the error of this rank
 
 
 def answer(error: BaseException, rank: int, generations: Generations) -> Answer:
-    """What is to be done about an error, by the rank that has this number in its generation."""
+    """What the given rank of the current generation does about an error."""
     if isinstance(error, MessageDamaged):
         return Answer.TRY_AGAIN
-    if isinstance(error, WrongGradients | ReplicaDrift):  # all ranks have it; those at fault leave, and are replaced
+    if isinstance(error, WrongGradients | ReplicaDrift):  # raised on all ranks; those at fault leave and are replaced
         if error.known:
             return Answer.RAISE if rank in error.ranks else Answer.GO_ON
         return Answer.TRY_AGAIN if isinstance(error, WrongGradients) else Answer.GO_BACK
@@ -45,7 +45,7 @@ def answer(error: BaseException, rank: int, generations: Generations) -> Answer:
 
 
 def _follows_loss(error: BaseException, generations: Generations) -> bool:
-    """Whether an error is about ranks that this one has lost, and no fault of its script."""
+    """Whether an error follows from the loss of other ranks, and is not a fault of the script."""
     if isinstance(error, LOSSES):
         return True
     if not isinstance(error, RuntimeError) or (
@@ -60,13 +60,13 @@ def _follows_loss(error: BaseException, generations: Generations) -> bool:
 
 
 def describe_loss(error: BaseException, step: int, mark: StepMark, found: Answer) -> str:
-    """One line on what has ended an attempt of `step`, in which this rank stood at `mark`, and what comes of it."""
+    """One line about the error that ended an attempt of `step`, with this rank at `mark`, and the consequence."""
     if found is Answer.GO_BACK:
-        return f"{type(error).__name__}: {error}; no rank is known to be right, so all go back to the newest checkpoint"
+        return f"{type(error).__name__}: {error}; no rank is known to be right, so all return to the newest checkpoint"
     after = {
-        StepMark.ATTEMPTING: f"step {step} is dropped and made again",
+        StepMark.ATTEMPTING: f"step {step} is dropped and repeated",
         StepMark.WHOLE: f"{step} steps were committed before that",
-        StepMark.UPDATING: f"the update of step {step} was broken off, so all state is taken from another rank",
+        StepMark.UPDATING: f"the update of step {step} was interrupted, so all state is taken from another rank",
     }.get(mark, "")
     return f"{type(error).__name__}: {error}; {after}"
 

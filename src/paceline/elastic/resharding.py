@@ -1,34 +1,33 @@
-"""How ranks get the shards that they are to have in a new generation, from ranks that have all shards between them.
+"""How ranks receive their shards of a new generation from ranks that hold all shards between them.
 
-What a source has is sent to all ranks, one source after another, and each rank takes what lies in its own blocks. So it
-does not matter into how many shards the state was cut before, and into how many it is from now on.
+Every source sends what it holds to all ranks, one source after another, and each rank keeps what lies in its own
+blocks. So the number of shards before and after does not matter.
 
-Note: which step a generation goes on from, where states are in shards
+Note: the step from which a generation continues if states are in shards
 ----------------------------------------------------------------------
-A rank that has committed step n has its shard of n + 1, and cannot go back. So n + 1 is there when somebody has
-committed it for every shard, and n is there as long as somebody has not, for every shard. A loss must not leave some
-shards at n + 1 alone and others at n alone.
+A rank that has committed step n has its shard of n + 1, and cannot go back. So n + 1 exists once some rank has
+committed it for every shard, and n exists as long as some rank has not, for every shard. A loss must not leave some
+shards only at n + 1 and others only at n.
 
-Sums are complete rank by rank: where each rank gets its own shard of them, one may have all of its sums while another
-still waits for a rank that will not send them. So here the report of a rank, which all ranks read before an update,
-leaves after its sums have come (`ReducerSettings.report_last`): who has read the reports of all knows that all have
-their sums, and every rank that lives will commit. Who has not read them does not commit. On a device, where reports are
-read a step later, ranks meet once more before the update (`Elastic._before_commit`).
+Sums are complete rank by rank: if each rank receives its own shard of them, one rank may have all of its sums while
+another still waits for a rank that will not send. So here a rank's report, which all ranks read before an update,
+leaves after its sums have arrived (`ReducerSettings.report_last`): a rank that has read all reports knows that all have
+their sums, and every surviving rank will commit. A rank that has not read them does not commit. On a device, where
+reports are read a step later, ranks meet once more before the update (`Elastic._before_commit`).
 
-Who has read the reports commits also if it hears of a loss before it does: the others may not have heard of it. What is
-left are the ranks that a loss stops while reports are on their way, or in what the script asks of other ranks between
-the step and its commit, such as the norm of the gradients: some may have read all of them, and others not, who then
-drop a step that they could have made. Those who made it go on from the step before, if each of their shards has a
-holder who dropped it. It takes a loss within the exchange of a few bytes, and one that parts all holders of one shard
-from all holders of another, for neither step to be there; then it is the newest checkpoint, as it is where a lost rank
-was the only one that had its shard. No rank ever goes on from shards of two steps: the launcher counts only those of
-one.
+A rank that has read the reports commits even if it learns of a loss before it does: other ranks may not have learned of
+it. What remains are ranks that a loss stops while reports are in flight, or in other communication of the script
+between the step and its commit, such as the norm of the gradients: some may have read all reports and others not, who
+then drop a step that they could have made. Those who made it continue from the step before, if each of their shards has
+a holder who dropped it. Neither step exists only if a loss falls within the exchange of a few bytes and separates all
+holders of one shard from all holders of another; then the newest checkpoint is used, as when a lost rank was the only
+one with its shard. No rank ever continues from shards of two steps: the launcher counts only those of one.
 
-An update by itself takes no other rank, so a loss does not break it off. Under "zero1" and "zero2" the parameters of
-other ranks come after it, and under "zero3" what was gathered before it has to be over: what a loss does to these is
-told to whoever uses a parameter next (`UpdateGathers.outlive`, `Units.outlive`), when the step is committed. A rank
-whose parameters lack what others have made of them still has its own shard whole. They are gathered once more in the
-next generation, from those who own them, who include everyone that was healed.
+An update itself needs no other rank, so a loss does not interrupt it. Under "zero1" and "zero2" the parameters of other
+ranks come after it, and under "zero3" what was gathered before it must be complete: the effect of a loss on these is
+reported at the next use of a parameter (`UpdateGathers.outlive`, `Units.outlive`), when the step is committed. A rank
+whose parameters lack updates of others still has its own shard whole. The parameters are gathered once more in the next
+generation, from their owners, which include every rank that was healed.
 """
 
 import json
@@ -54,10 +53,10 @@ _MODULUS = 1 << 64
 def receive_parts(
     group: Group, declared: Declared, sources: Sequence[int], held: Mapping[str, SplitState], *, moves: bool
 ) -> dict[str, Parts]:
-    """What this rank is to own, if it does not have that: by the name of what was declared. All ranks call it. `held`
-    is what this rank has, which is one shard of the state if it is one of `sources`."""
+    """What this rank will own, if it does not have it already, by the names of the declared objects. All ranks call it.
+    `held` is what this rank has, which is one shard of the state if it is one of `sources`."""
     wanted = declared.sources_of_due(len(sources)) if moves else set[int]()
-    if moves and not wanted:  # it is to own nothing, and still has to know what there is
+    if moves and not wanted:  # it will own nothing, but must know what there is
         wanted = {group.rank % len(sources)}
     rows = gather_ints(group, [int(shard in wanted) for shard in range(len(sources))], WHAT)
     incoming = _Incoming(declared)
@@ -81,7 +80,7 @@ def broadcast(group: Group, blob: bytes, source: int) -> torch.Tensor:
 
 
 def sums_of(state: Mapping[str, SplitState]) -> Sums:
-    """Those of the parts that this rank has."""
+    """The sums of this rank's parts."""
     return {
         f"{name}/{index}/{key}": _sum_of(part.values)
         for name, split in state.items()
@@ -100,13 +99,13 @@ def check_sums(group: Group, had: Sums, has: Sums, shards: int) -> None:
         if wrong := sorted(name for name in {**expected, **found} if expected.get(name) != found.get(name)):
             raise ReplicasDiffer(
                 f"ranks {first} to {first + shards - 1} have taken their shards of the state, and {wrong[0]} is not "
-                f"equal in bits to what it was before, in {len(wrong)} of {len(expected)} tensors: test the memory and "
+                f"bit-identical to what it was before, in {len(wrong)} of {len(expected)} tensors: test the memory and "
                 f"the network of these machines"
             )
 
 
 class _Incoming:
-    """What has come of the blocks that this rank is to own."""
+    """The received parts of the blocks that this rank will own."""
 
     def __init__(self, declared: Declared) -> None:
         self._declared = declared
@@ -114,7 +113,7 @@ class _Incoming:
         self._filled: dict[tuple[str, int, str], int] = {}
 
     def add(self, found: Mapping[str, Mapping[int, Mapping[str, tuple[int, torch.Tensor]]]]) -> None:
-        """Take what lies in these blocks of what a source has."""
+        """Take the parts of a source that lie in these blocks."""
         for name, by_index in found.items():
             thing = self._declared.stateful[name]
             owned, shards = owned_in(thing), shards_in(thing)
@@ -134,14 +133,14 @@ class _Incoming:
                         self._filled[at] = self._filled.get(at, 0) + high - low
 
     def complete(self) -> dict[str, Parts]:
-        """All of it. Raises ReplicasDiffer if something has not come."""
+        """The complete parts. Raises ReplicasDiffer if something is missing."""
         for name, by_index in self._parts.items():
             for index, by_key in by_index.items():
                 for key, part in by_key.items():
                     if (found := self._filled.get((name, index, key), 0)) != part.values.numel():
                         raise ReplicasDiffer(
                             f"{found} of {part.values.numel()} elements of {name}/{index}/{key} came from the ranks "
-                            f"that have the state between them: their optimizers keep state for other parameters; call "
+                            f"that hold the state between them: their optimizers keep state for other parameters; call "
                             f"optimizer.step() on all ranks alike"
                         )
         return self._parts

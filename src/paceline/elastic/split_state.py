@@ -1,7 +1,7 @@
-"""The state of one declared thing, taken apart: what all ranks have alike, and this rank's parts of what is in shards.
+"""The state of one declared object, split into what all ranks share and this rank's shards.
 
-A part is known by the number of a parameter, a key, and where in the parameter it begins. So it does not matter how
-many ranks share what it is a part of.
+A part is identified by the number of a parameter, a key, and its first element in the parameter, so the number of ranks
+that share the whole does not matter.
 """
 
 from collections import OrderedDict
@@ -28,7 +28,7 @@ Parts = dict[int, dict[str, TensorPart]]
 class SplitState(NamedTuple):
     """The tensors are those of the run."""
 
-    rest: Any  # what all ranks have alike
+    rest: Any  # what all ranks share
     parts: Parts
 
 
@@ -39,7 +39,7 @@ def replica_in(module: nn.Module) -> DistributedDataParallel | None:
 
 
 def owned_in(thing: Any) -> OwnedBlocks | None:
-    """What this rank owns of the parameters of a replica, or of those that an optimizer updates, if they are cut."""
+    """This rank's blocks of the parameters of a replica or an optimizer, if they are sharded."""
     owned = None
     if isinstance(thing, nn.Module):
         replica = replica_in(thing)
@@ -50,7 +50,7 @@ def owned_in(thing: Any) -> OwnedBlocks | None:
 
 
 def shards_in(thing: Any) -> Mapping[int, Shard]:
-    """The shards that the parts of a thing belong to, by their numbers."""
+    """The shards that the parts of an object belong to, by number."""
     if isinstance(thing, ShardedOptimizer):
         return {index: shard for index, (_, shard) in enumerate(thing._shards()) if shard is not None}
     owned = owned_in(thing)
@@ -58,7 +58,7 @@ def shards_in(thing: Any) -> Mapping[int, Shard]:
 
 
 def split(thing: Any) -> SplitState:
-    """Take the state of a thing apart. No other rank is asked for anything."""
+    """Split the state of an object, without communication."""
     if isinstance(thing, ShardedOptimizer):
         return SplitState(*thing.split_state())
     if not isinstance(thing, nn.Module):
@@ -77,7 +77,7 @@ def split(thing: Any) -> SplitState:
 
 
 def put_together(thing: Any, state: SplitState) -> None:
-    """Have a thing in this state, whose parts are what this rank owns."""
+    """Load this state into an object; its parts are what this rank owns."""
     if isinstance(thing, ShardedOptimizer):
         values: dict[int, dict[str, Any]] = {index: dict(kept) for index, kept in state.rest["state"].items()}
         for index, parts in state.parts.items():
@@ -98,14 +98,16 @@ def _load(thing: nn.Module, state: SplitState) -> None:
         told = module.load_state_dict(values, strict=owned is None)
     missing = [name for name in told.missing_keys if not _is_in_shards(known.get(name), owned)]
     if strange := [*missing, *told.unexpected_keys]:
-        raise UsageError(f"the state of another rank does not fit the model's {strange[0]!r}; build it alike on all")
+        raise UsageError(
+            f"the state of another rank does not fit the model's {strange[0]!r}; build it the same way on all"
+        )
     with torch.no_grad():
         for name, value in rest["buffers"].items():
             module.get_buffer(name).detach().copy_(value)
         for index, parts in state.parts.items():
             shards_in(thing)[index].block.copy_(parts[BLOCK].values)
     if owned is not None:
-        owned.lacking = owned.gathers is not None  # until what others own has come too
+        owned.lacking = owned.gathers is not None  # until the blocks of other ranks have arrived too
 
 
 def _left_in_shards(owned: OwnedBlocks | None) -> Any:

@@ -1,5 +1,5 @@
-"""What ranks ask of each other in the step report, so that all read it in the same step: to leave their generation for
-one with more ranks, and whether any of them was told to stop.
+"""Votes in the step report, which all ranks read in the same step: to leave their generation for one with more ranks,
+and whether any of them was asked to stop.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from paceline.reducer.report import Vote
 
 
 def ask_all(replicas: Sequence[Any], vote: Vote) -> None:
-    """Ask it of all ranks, in the next reduction."""
+    """Cast a vote, which all ranks read in the next reduction."""
     for replica in replicas:
         replica._core.reports.votes |= vote
 
 
 def was_asked(replicas: Sequence[Any], vote: Vote) -> bool:
-    """Whether any rank has, in a reduction whose reports were read: the same on all ranks."""
+    """Whether any rank has cast it, in a reduction whose reports were read: the same on all ranks."""
     return any(vote in told for replica in replicas for told in replica._core.reports.gathered_votes)
 
 
 class PreemptionVotes:
-    """Has the ranks of each generation agree for the `Preemption` that was declared.
+    """Carries the question of the declared `Preemption` in the step report.
 
-    By itself it would communicate when a clock says so, of which a rank that is new knows nothing.
+    On its own it would communicate by rank 0's clock, which means nothing to a new rank.
     """
 
     def __init__(self, declared: Declared) -> None:
@@ -43,7 +43,7 @@ class PreemptionVotes:
             self._preemption.carry(self.ask)
 
     def ask(self) -> None:
-        """A step begins, or a signal has just come: then this step's report may still have it."""
+        """A step begins, or a signal has just come, which this step's report may still carry."""
         if self._preemption is not None and self._preemption.asked:
             ask_all(self._replicas, Vote.PREEMPTED)
 
@@ -54,7 +54,7 @@ class PreemptionVotes:
             self._preemption.hear(asked)
 
     def meet(self, group: Group) -> None:
-        """A generation has formed, in which some may know what others do not. All ranks call it."""
+        """A generation has formed, in which some ranks may know of a request that others do not. All ranks call it."""
         if self._preemption is not None:
             known = self._preemption.agreed() or self._preemption.asked
             rows = gather_ints(group, [int(known)], "the comparison of who was asked to stop")

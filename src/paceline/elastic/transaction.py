@@ -6,7 +6,7 @@
         +----------------------+                        v
         ^---------------- take(step) ----------------- TORN
 
-The mark of a committed step is set after the update, by this rank alone: the sums that it was made with were complete,
+The mark of a committed step is set after the update, by this rank alone: the sums used in the update were complete,
 so they have equal bits on all ranks, and one rank at n + 1 makes n + 1 valid.
 """
 
@@ -16,17 +16,17 @@ from paceline.errors import IllegalMove
 
 
 class StepMark(Enum):
-    """What of a step this rank has."""
+    """The state of this rank within a step."""
 
-    NEW = auto()  # nothing that was trained: a rank that has just started
-    WHOLE = auto()  # the state that the last update has left
+    NEW = auto()  # no trained state: a rank that has just started
+    WHOLE = auto()  # the state after the last update
     ATTEMPTING = auto()  # the same; forward, backward and reductions may be under way
     UPDATING = auto()  # parts of the state are of this step and parts of the next
-    TORN = auto()  # and so they will stay
+    TORN = auto()  # and that cannot be undone
 
 
 class Transaction:
-    """Where one rank stands, and which moves it may make."""
+    """The state of one rank, and its allowed transitions."""
 
     def __init__(self) -> None:
         self.step = 0  # updates that were committed
@@ -34,12 +34,14 @@ class Transaction:
 
     @property
     def whole(self) -> bool:
-        """Whether others could go on from the state of this rank."""
+        """Whether others could continue from the state of this rank."""
         return self.mark in (StepMark.WHOLE, StepMark.ATTEMPTING)
 
     def begin_attempt(self) -> None:
         if self.mark is StepMark.ATTEMPTING:
-            raise IllegalMove(f"attempt() was called inside an attempt of step {self.step}; one attempt ends first")
+            raise IllegalMove(
+                f"attempt() was called inside an attempt of step {self.step}; end one attempt before the next"
+            )
         self._move({StepMark.WHOLE}, StepMark.ATTEMPTING, "attempt()")
 
     def begin_update(self) -> None:
@@ -55,11 +57,11 @@ class Transaction:
         self.step += 1
 
     def end_attempt(self) -> None:
-        """The attempt has ended well, with an update or without one."""
+        """The attempt has ended without an error, with an update or without one."""
         self._move({StepMark.ATTEMPTING, StepMark.WHOLE}, StepMark.WHOLE, "the end of attempt()")
 
     def drop(self) -> None:
-        """The attempt has failed, and what it had changed beside the update was put back."""
+        """The attempt has failed, and its changes outside the update were undone."""
         left = StepMark.TORN if self.mark in (StepMark.UPDATING, StepMark.TORN) else StepMark.WHOLE
         self._move(set(StepMark) - {StepMark.NEW}, left, "the end of a failed attempt")
 
@@ -68,7 +70,7 @@ class Transaction:
         self._move({StepMark.NEW, StepMark.WHOLE, StepMark.TORN}, StepMark.TORN, "replacing the state")
 
     def take(self, step: int) -> None:
-        """This rank has the whole state of a rank, or of a checkpoint, that had committed so many steps."""
+        """This rank has the whole state of a rank, or of a checkpoint, that had committed `step` steps."""
         self._move({StepMark.NEW, StepMark.WHOLE, StepMark.TORN}, StepMark.WHOLE, "taking the state of another rank")
         self.step = step
 

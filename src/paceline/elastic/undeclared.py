@@ -1,6 +1,6 @@
-"""What a script trains or uses and has not declared would be lost, or updated twice, when a rank goes on from the state
-of another. It is refused when it is found: an optimizer and its GradScaler before the update, a replica before the
-commit, and what deals samples or saves in the line that uses it.
+"""Objects that a script uses without having declared them would be lost, or updated twice, when a rank takes over the
+state of another. They are refused when they are found: an optimizer and its GradScaler before the update, a replica
+before the commit, and objects that distribute samples or save in the line that uses them.
 """
 
 import sys
@@ -23,17 +23,18 @@ from paceline.errors import IllegalMove, UsageError
 from paceline.in_use import uses
 from paceline.replica.live import all_replicas
 
-# Between an optimizer's hook and the scaler that has called its step(): torch's wrappers, a scheduler's, and ours.
+# Between an optimizer's hook and the scaler that has called its step(): the wrappers of torch, of a scheduler, and of
+# paceline.
 CALLERS = 12
 
 
 class UpdateWatch:
-    """Looks at every optimizer step of this process: it belongs inside `commit()`, by an optimizer that is declared."""
+    """Checks that every optimizer step of this process is inside `commit()`, by a declared optimizer."""
 
     def __init__(self, transaction: Transaction, things: Collection[Any]) -> None:
         self._transaction = transaction
         self._declared = {id(thing) for thing in things}
-        self._stepping = 0  # an optimizer may step inside another's step, which is the one that was declared
+        self._stepping = 0  # an optimizer may step inside the step of another, which is the declared one
         own = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: Any) -> None:
@@ -45,14 +46,14 @@ class UpdateWatch:
                 watch._stepping -= 1
 
         hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-        self._removal = weakref.finalize(self, _remove, hooks)  # also where a script was broken off
+        self._removal = weakref.finalize(self, _remove, hooks)  # also if a script was interrupted
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._removal()
 
     def forget(self) -> None:
-        """An update was left by an exception."""
+        """An update ended with an exception."""
         self._stepping = 0
 
     def _before(self, optimizer: Optimizer) -> None:
@@ -61,19 +62,19 @@ class UpdateWatch:
             pass  # of no concern to this run
         elif not declared:
             raise UsageError(
-                f"a {type(optimizer).__name__} was about to step that paceline.Elastic does not know of, so a rank "
-                f"that takes over the state of another would lack what it changes: declare it, as in "
+                f"a {type(optimizer).__name__} that was not declared to paceline.Elastic was about to step, so a rank "
+                f"that takes over the state of another would lack its changes: declare it, as in "
                 f"Elastic(model=model, optimizer=optimizer, second_optimizer=...)"
             )
         elif mark is not StepMark.UPDATING:
             raise IllegalMove(
-                f"{type(optimizer).__name__}.step() was called outside of `with run.commit():`, so it would not be "
-                f"known whether step {self._transaction.step} was made: call it there, as scheduler.step()"
+                f"{type(optimizer).__name__}.step() was called outside `with run.commit():`, so it would not be "
+                f"known whether step {self._transaction.step} was made: call it there, like scheduler.step()"
             )
         elif (scaler := _scaler_of_step()) is not None and id(scaler) not in self._declared:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() was called by a {type(scaler).__name__} that paceline.Elastic does "
-                f"not know of, so a rank that is new would scale its losses by another number: declare it, as in "
+                f"{type(optimizer).__name__}.step() was called by a {type(scaler).__name__} that was not declared to "
+                f"paceline.Elastic, so a new rank would scale its losses differently: declare it, as in "
                 f"Elastic(model=model, optimizer=optimizer, scaler=scaler)"
             )
         self._stepping += 1
@@ -85,7 +86,7 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
 
 
 class UndeclaredReplicas:
-    """Finds replicas that are trained in an attempt beside those that were declared."""
+    """Finds replicas that are trained in an attempt without having been declared."""
 
     def __init__(self, declared: Sequence[Any]) -> None:
         self._declared = declared
@@ -96,12 +97,12 @@ class UndeclaredReplicas:
         self._begun = sum(replica._core.reductions_begun for replica in self._others())
 
     def check(self) -> None:
-        """Raise UsageError if one has reduced gradients since."""
+        """Raise UsageError if an undeclared replica has reduced gradients since."""
         others = self._others()
         if sum(replica._core.reductions_begun for replica in others) > self._begun:
             names = ", ".join(sorted({type(replica.module).__name__ for replica in others}))
             raise UsageError(
-                f"a replica is trained that paceline.Elastic does not know of ({names}), so a rank that is new would "
+                f"a replica that was not declared to paceline.Elastic is being trained ({names}), so a new rank would "
                 f"lack its state: declare it, as in Elastic(model=model, critic=critic, ...)"
             )
 
@@ -110,7 +111,7 @@ class UndeclaredReplicas:
 
 
 class UndeclaredUses:
-    """Refuses what deals samples or saves inside an attempt beside what was declared."""
+    """Refuses undeclared objects that distribute samples or save inside an attempt."""
 
     def __init__(self, things: Iterable[Any]) -> None:
         self._declared = {id(thing) for thing in things}
@@ -120,26 +121,26 @@ class UndeclaredUses:
         uses.add(self._check)
 
     def end(self) -> None:
-        """It was left, in whatever way."""
+        """The attempt has ended, with or without an error."""
         uses.remove(self._check)
 
     def _check(self, thing: object) -> None:
         if id(thing) in self._declared:
             return
-        name, lacks = "sampler", "deal other samples"
+        name, lacks = "sampler", "produce other samples"
         if isinstance(thing, Loader):
             name = "loader"
         elif isinstance(thing, Checkpointer):
-            name, lacks = "checkpoints", "save together with ranks that are gone"
+            name, lacks = "checkpoints", "save together with ranks that have left"
         raise UsageError(
-            f"a {type(thing).__name__} is used in an attempt that paceline.Elastic does not know of, so when ranks "
-            f"come or go it would {lacks}: declare it, as in Elastic(model=model, optimizer=optimizer, {name}={name})"
+            f"a {type(thing).__name__} that was not declared to paceline.Elastic is used in an attempt, so when ranks "
+            f"join or leave it would {lacks}: declare it: Elastic(model=model, optimizer=optimizer, {name}={name})"
         )
 
 
 def _scaler_of_step() -> GradScaler | None:
-    """The scaler whose step() calls the optimizer's step() that is about to run; None if none does. torch has no hook
-    for it, so it is looked for among the callers."""
+    """The scaler whose step() calls the optimizer's step() that is about to run; None if there is none. torch has no
+    hook for this, so the call stack is searched."""
     frame = sys._getframe(1)
     for _ in range(CALLERS):
         if frame.f_back is None:

@@ -1,11 +1,11 @@
-"""Faults on purpose, to rehearse what a job does when one comes by itself.
+"""Fault injection, to rehearse what a job does in a real failure.
 
     paceline run -n 4 --max-restarts 1 --fault "kill rank=1 step=20" train.py
 
     paceline.faults.arm("sleep rank=0 step=5 where=forward seconds=30")    # the same from inside a script
 
-A fault happens where a rank notes its progress, so it works in every script that uses our class, and a script without
-faults does nothing for them.
+A fault happens when a rank notes its progress, so it works in every script that uses paceline's class and needs no code
+in the script.
 """
 
 from paceline.faults.armed import InjectedFault, arm, disarm

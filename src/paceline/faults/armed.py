@@ -1,4 +1,4 @@
-"""Faults wait in the place where a rank notes its progress, and happen when it comes to the phase and the step."""
+"""Armed faults, which happen when a rank notes that it has reached their phase and step."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from paceline.rank_report import PROGRESS_SLOT, REPORT_NAME, report
 from paceline.world import World
 from paceline.world.environment import Variables
 
-MOST_RESTARTS = 10_000  # of a job, as far as its faults are counted down
+MOST_RESTARTS = 10_000  # of a job, up to which its faults are counted
 
 logger = logging.getLogger("paceline")
 
@@ -20,14 +20,14 @@ __all__ = ["ArmedProgress", "InjectedFault", "arm", "arm_from_environment", "dis
 
 
 class ArmedProgress(Progress):
-    """Notes as ever, and then looks whether a fault is due."""
+    """Notes progress, and then checks whether a fault is due."""
 
     def __init__(self, before: Progress, rank: int | None) -> None:
         super().__init__(before.memory or memoryview(bytearray(PROGRESS_SLOT)))
         self.step, self.phase = before.step, before.phase
         self.armed: tuple[Fault, ...] = ()
         self._rank = rank
-        self._slowed: dict[Fault, int] = {}  # the step in which it was slow last
+        self._slowed: dict[Fault, int] = {}  # the last step in which it was slow
 
     def note(self, phase: Phase, step: int | None = None) -> None:
         super().note(phase, step)
@@ -43,28 +43,28 @@ class ArmedProgress(Progress):
 
     @property
     def rank(self) -> int:
-        """Read when it is needed: a script may set the variables of its launcher itself."""
+        """Read when needed: a script may set the launcher's variables itself."""
         if self._rank is None:
-            # In an elastic job ranks change, and a fault is meant for a slot: that of a spare is beyond the world.
+            # In an elastic job ranks change, and a fault belongs to a slot; those of spares are beyond the world size.
             self._rank = int(os.environ["RANK"]) if in_elastic_job() else World.from_env().rank
         return self._rank
 
     def _happen(self, fault: Fault) -> None:
         self.armed = once_less(self.armed, fault)
         logger.warning("rank %d: injected fault: %s", self.rank, fault)
-        report("fault", fault=str(fault))  # so that ranks that are started later do not have it again
+        report("fault", fault=str(fault))  # so that ranks started later do not repeat it
         if fault.kind == "slow":
             self._slowed[fault] = self.step
         inject(fault)
 
 
 def arm(*faults: Fault | str, rank: int | None = None) -> None:
-    """Have faults happen in this process, when it comes to their step and place.
+    """Make faults happen in this process when it reaches their step and place.
 
         paceline.faults.arm("kill rank=1 step=20")
 
-    Called on every rank alike, before or after the model is wrapped. `rank` is this process's, if its launcher's
-    variables do not say so. Faults add up; `disarm()` takes those back that have not happened.
+    Call it on every rank alike, before or after the model is wrapped. `rank` is this process's rank, if the launcher's
+    variables do not say so. Faults add up; `disarm()` removes those that have not happened.
     """
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
         raise UsageError(f"rank must be a whole number of at least 0, got {rank!r}")
@@ -77,7 +77,7 @@ def arm(*faults: Fault | str, rank: int | None = None) -> None:
 
 
 def disarm() -> tuple[Fault, ...]:
-    """Take back all faults of this process that have not happened, and return them."""
+    """Remove all faults of this process that have not happened, and return them."""
     armed = own_progress()
     if not isinstance(armed, ArmedProgress):
         return ()
@@ -87,9 +87,9 @@ def disarm() -> tuple[Fault, ...]:
 
 
 def arm_from_environment() -> None:
-    """Arm what PACELINE_FAULTS says.
+    """Arm the faults in PACELINE_FAULTS.
 
-    Our launcher leaves out what has happened already. Under another one, which starts ranks again with the same
+    paceline's launcher leaves out faults that have happened. Under another one, which restarts ranks with the same
     variables, the number of restarts stands for how often a fault has happened.
     """
     faults = parse_all(os.environ[FAULTS_NAME])

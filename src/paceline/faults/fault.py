@@ -50,7 +50,7 @@ KINDS: Mapping[str, Kind] = {
     "raise": Kind("the script's own code raises an exception"),
     "preempt": Kind("SIGTERM, as a scheduler sends it before it takes the machine away"),
     "stop": Kind("SIGSTOP: the process does nothing at all, for `seconds` or for ever", _LASTS),
-    "freeze": Kind("native code keeps the interpreter's lock (GIL), for `seconds` or for ever", _LASTS),
+    "freeze": Kind("native code holds the interpreter's lock (GIL), for `seconds` or for ever", _LASTS),
     "spin": Kind("Python code runs in circles, for `seconds` or for ever", _LASTS),
     "sleep": Kind("the script waits for something that does not come, for `seconds` or for ever", _LASTS),
     "slow": Kind("from this step on, `where` takes `seconds` longer in every step", _LASTS),

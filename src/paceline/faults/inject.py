@@ -1,4 +1,4 @@
-"""What each kind of fault does to the process that it happens in."""
+"""The effect of each kind of fault on its process."""
 
 import ctypes
 import errno
@@ -30,7 +30,7 @@ class InjectedFault(PacelineError, RuntimeError):
 
 
 def inject(fault: Fault) -> None:
-    """Have it happen, here and now. Returns when it is over, if it ever is."""
+    """Make the fault happen now. Returns when it is over, if it ends."""
     _ACTIONS[fault.kind](fault)
 
 
@@ -46,7 +46,7 @@ def _exit(fault: Fault) -> None:
 
 
 def _raise(fault: Fault) -> None:
-    raise InjectedFault(f"this is the fault {fault}, which was asked for")
+    raise InjectedFault(f"this is the injected fault {fault}")
 
 
 def _stop(fault: Fault) -> None:
@@ -59,8 +59,8 @@ def _stop(fault: Fault) -> None:
 
 
 def _freeze(fault: Fault) -> None:
-    """Wait for a mutex that nobody gives back: unlike a sleep, no signal ends that."""
-    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)  # PyDLL keeps the interpreter's lock
+    """Wait for a mutex that is never released: unlike a sleep, no signal ends that."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)  # PyDLL holds the interpreter's lock
     libc.pthread_mutex_lock(mutex)
     if fault.seconds == FOR_EVER:
         libc.pthread_mutex_lock(mutex)
@@ -94,7 +94,9 @@ def _out_of_memory(fault: Fault) -> None:
     taken = []
     for _ in range(limit // OOM_CHUNK + 1):
         taken.append(bytearray(os.urandom(1) * OOM_CHUNK))
-    raise IllegalMove(f"the fault {fault} took {limit} bytes of memory, the limit of the control group, and lives")
+    raise IllegalMove(
+        f"the fault {fault} took {limit} bytes of memory, the limit of the control group, and was not killed"
+    )
 
 
 def _fill_disk(fault: Fault) -> None:
@@ -113,7 +115,7 @@ def _fill_disk(fault: Fault) -> None:
 
 
 def _no_files(_: Fault) -> None:
-    """Lower the limit to what is open, and fill the gaps."""
+    """Lower the limit to the open descriptors, and fill the gaps."""
     used = max(int(name) for name in os.listdir("/proc/self/fd")) + 1  # noqa: PTH208 - numbers, not paths
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     try:
@@ -138,7 +140,7 @@ def _to_worker(number: int) -> Callable[[Fault], None]:
 
 
 def _parameter(fault: Fault) -> tuple[Any, Any]:
-    """The optimizer and the parameter that the fault is about."""
+    """The optimizer and the parameter that the fault changes."""
     import torch
 
     # Not isinstance(), which asks objects that do more than answer.
@@ -167,7 +169,7 @@ def _flip_state(fault: Fault) -> None:
 
 
 def flip_bit(tensor: Any, fault: Fault) -> None:
-    """Flip one bit of the first element, unseen by autograd."""
+    """Flip one bit of the first element, hidden from autograd."""
     import torch
 
     size = tensor.element_size()

@@ -51,17 +51,17 @@ class Attempt:
         if job.elastic is not None:
             self._policy = OneByOne(self, job.elastic)
         self._logs: list[RankLog] = []
-        self._slots: dict[int, RankSlot] = {}  # the newest process of each
+        self._slots: dict[int, RankSlot] = {}  # the newest process in each slot
         self._watch_at = 0.0
         self._tick_at = 0.0
         self._stopping_since: float | None = None
         self._kill_at: float | None = None
         self._kill_one_at: dict[RankSlot, float] = {}
         self._signal = 0
-        self._passed_on = 0  # the last signal that ended nothing
+        self._passed_on = 0  # the last non-terminating signal
 
     def run(self) -> JobOutcome:
-        """Start what the policy starts and stay until the last one has exited; nothing of them is left then."""
+        """Start the policy's processes and return when the last one has exited and nothing of them is left."""
         with contextlib.ExitStack() as undo:
             self._selector = undo.enter_context(selectors.DefaultSelector())
             self._board = undo.enter_context(contextlib.closing(ProgressBoard(self._job.slots)))
@@ -87,7 +87,7 @@ class Attempt:
         for log in self._logs:
             log.close()
 
-    # What the policy may have done ---------------------------------------------------------------------------------
+    # Called by the policy ----------------------------------------------------------------------------------------
 
     def start(self, rank: int, member: int | None = None) -> None:
         """Start a process in a slot that has none."""
@@ -119,15 +119,15 @@ class Attempt:
         self._slots[rank].tell(line)
 
     def step_of(self, rank: int) -> int:
-        """The step that a process has noted last."""
+        """The last step that a process has noted."""
         return self._board.read(rank).step
 
     def has_begun(self, rank: int) -> bool:
-        """Whether a process has noted that it trains, and not only that it starts, or waits for others."""
+        """Whether a process has noted that it trains, and not only that it is starting or waiting."""
         return self._board.read(rank).phase not in (Phase.STARTING, Phase.IDLE, Phase.WAITING, Phase.DONE)
 
     def pass_on(self, number: int, ranks: Collection[int] | None = None) -> None:
-        """Send a signal that ends nothing to some processes, or to all of them."""
+        """Send a non-terminating signal to some processes, or to all."""
         for rank in [None] if ranks is None else ranks:
             self._processes.signal(number, rank)
         self._passed_on = number
@@ -142,13 +142,13 @@ class Attempt:
             self._processes.signal(signal.SIGCONT, rank)
 
     def abort(self, ranks: Collection[int], now: float, within_s: float) -> None:
-        """Have processes write where their threads are and die, and kill them after a while."""
+        """Make processes dump their threads' stacks and abort, and kill them after a while."""
         for rank in ranks:
             self._kill_one_at[self._slots[rank]] = now + within_s
             self._processes.abort(rank)
 
     def stop(self, now: float, number: int) -> None:
-        """Ask all processes to end by a signal, and kill them after the time that the job gives them."""
+        """Ask all processes to end by a signal, and kill them after the job's shutdown timeout."""
         self._note_stopping(now)
         grace = self._job.shutdown_timeout_s
         kill_at = now + (min(INTERRUPT_S, grace) if number == signal.SIGINT else grace)
@@ -169,7 +169,7 @@ class Attempt:
                 self._handle_events()
                 continue
             slot, pipe = key.data
-            # A slot may have been given to another process meanwhile, whose pipes have the same numbers.
+            # Another process may have taken the slot meanwhile, with pipes of the same numbers.
             if slot.pipes.get(pipe) == key.fileobj and self._read(slot, pipe) == b"":
                 self._selector.unregister(key.fileobj)
         now = time.monotonic()
@@ -185,7 +185,7 @@ class Attempt:
         self._kill_overdue(now)
         if now >= self._tick_at:
             self._tick_at = now + TICK_S
-            self._watch.tick(self._processes.living, self._policy.judged)
+            self._watch.tick(self._processes.living, self._policy.watched)
             self.listener.tick()
 
     def _kill_overdue(self, now: float) -> None:
@@ -200,14 +200,14 @@ class Attempt:
                 self._processes.signal(signal.SIGKILL, slot.rank)
 
     def _read(self, slot: RankSlot, pipe: str) -> bytes | None:
-        """Read what has come: None when nothing has, empty when nothing ever will again."""
+        """Read available data: None if there is none yet, empty at the end of the pipe."""
         data, now = slot.read(pipe), time.monotonic()
         if not data:
             return data
         if pipe == "report":
             for kind, fields in slot.reports.feed(data):
-                self._rehearsal.heard(kind, fields)
-                self._watch.heard(slot.rank, kind, fields)
+                self._rehearsal.on_report(kind, fields)
+                self._watch.on_report(slot.rank, kind, fields)
                 if not self._policy.reported(slot.rank, kind, fields, now):
                     self.listener.reported(slot.rank, kind, fields)
         elif pipe == "out":
@@ -224,7 +224,7 @@ class Attempt:
 
     def _read_all(self, slot: RankSlot) -> None:
         for pipe in slot.pipes:
-            # Not for ever: a child of the rank that still writes is killed only later.
+            # Bounded, because a child of the rank that still writes is killed only later.
             for _ in range(LAST_READS):
                 if not self._read(slot, pipe):
                     break
@@ -250,23 +250,23 @@ class Attempt:
             self.listener.note(f"these rank processes could not be killed: {pids}")
 
     def _exited(self, slot: RankSlot, event: RankExited) -> None:
-        self._read_all(slot)  # its last output came before its exit
+        self._read_all(slot)  # its last output precedes its exit
         now = time.monotonic()
         if event.with_reaper:
-            self._note_stopping(now)  # none of them has failed by itself
+            self._note_stopping(now)  # none of them has failed on its own
         stopping = self._stopping_since if slot.asked_at is None else slot.asked_at
         killed = event.killed_by
         ours = stopping is not None and killed in (signal.SIGTERM, signal.SIGKILL)
         if killed and not ours and self._board.read(slot.rank).phase is Phase.DONE:
-            # The interpreter crashed on its way out. The script had returned, so there is nothing to do again.
+            # The interpreter crashed during exit. The script had returned, so no work has to be repeated.
             self.listener.note(
                 f"rank {slot.rank} was killed by {signal_name(killed)} during exit, after its work was done"
             )
             killed = 0
         raised_at = slot.err.traceback_at
-        # A rank that was already failing when it was asked to exit has failed by itself.
+        # A rank that was already failing when it was asked to exit has failed on its own.
         by_itself = raised_at is not None and not killed and (stopping is None or raised_at < stopping)
-        leaves = event.code == STOPPED_EXIT  # its scheduler may have told it, and not this launcher
+        leaves = event.code == STOPPED_EXIT  # its scheduler may have asked it, not this launcher
         slot.end = end = End(
             rank=slot.rank,
             at=raised_at if by_itself and raised_at is not None else now,
@@ -283,7 +283,7 @@ class Attempt:
         self._policy.ended(end, now)
 
     def _on_signal(self, number: int, now: float) -> None:
-        """A signal came to the launcher."""
+        """The launcher has received a signal."""
         if number == signal.SIGUSR1:
             self._policy.notified(number)
         elif number == signal.SIGINT and self._signal == signal.SIGINT:
@@ -297,7 +297,7 @@ class Attempt:
     def _look_for_hangs(self, now: float) -> None:
         if self._job.hang_timeout_s == 0:
             return
-        if (hang := self._watch.look(now, self._processes, self._policy.judged)) is not None:
+        if (hang := self._watch.look(now, self._processes, self._policy.watched)) is not None:
             self._policy.hung(hang, now)
 
     # The end -------------------------------------------------------------------------------------------------------

@@ -1,17 +1,16 @@
 """Who is in which generation of an elastic job: a state machine that starts no process and reads no clock.
 
-    FOUNDING   processes start; the first generation waits until all have come, or enough have, and patience is over
-    GATHERING  a generation is over; the next one waits until all survivors have left the last, and enough are there
-    FORMING    the members know their ranks, connect, and take the state of one of them
-    WORKING    all have formed it
-    FINISHING  a member has passed the last barrier; nobody is replaced any more
-    OVER       given up, or stopped: whoever waits for a generation is refused one
+    FOUNDING   processes start; the first generation waits until all are ready, or until enough are ready and patience
+    has run out GATHERING  a generation is over; the next one waits until all survivors have left the last one and
+    enough members are ready FORMING    the members know their ranks, connect, and receive the state WORKING    all have
+    formed it FINISHING  a member has passed the last barrier; no member is replaced any more OVER       given up, or
+    stopped: members that wait for a generation are refused
 
-It is told what members say and how they end, and returns what is to be done. A generation never has a dead member when
-it is announced, and none is announced while a living member of the one before may still be in it.
+It receives the members' messages and exits as events, and returns actions. A generation never has a dead member when it
+is announced, and none is announced while a living member of the previous one may still be in it.
 
-A job that is stopped from outside goes on through these stages with the ranks that it has, because they can save only
-together: whoever comes out of the last generation meets in another, even below the minimum. Nobody is started or
+A job that is stopped from outside goes through these stages with the ranks that it has, because they can only save
+together: members that leave the last generation meet in another, even below the minimum. No process is started or
 admitted any more.
 """
 
@@ -52,16 +51,17 @@ from paceline.member_messages import (
     StoreAt,
 )
 
-# So many processes in a row may end before they could join; then no more are started.
+# After this many processes in a row that ended before they could join, no more are started.
 STILLBORN = 3
-# Members that regroup leave one after the other. One that does not follow for this long is told that the others left.
+# Members that regroup leave one after the other. One that does not follow within this time is told that the others have
+# left.
 REGROUP_S = 5.0
-# A spare that is about to join is not worth a word.
+# Not reported: a spare that is about to join.
 SAY_SHORT_S = 1.0
-# For so long a survivor may be busy with its step before it is said that it is waited for.
+# How long a survivor may be busy with its step before it is reported that others wait for it.
 SAY_AFTER_S = 10.0
 STOPPING = "the job was asked to end, so no rank is admitted any more"
-NOTHING_WHOLE = "the job was asked to end, and no rank that is left has the whole state of a step"
+NOTHING_WHOLE = "the job was asked to end, and no remaining rank has the complete state of a step"
 
 
 @dataclass
@@ -72,38 +72,38 @@ class _Living:
     slot: int
     ready: MemberReady | None = None  # it waits for a generation
     joined: bool = False  # it has waited for one
-    generation: int = NEVER  # the last one that it was in, its rank there, and whether it had formed it
+    generation: int = NEVER  # the last one that it was in, its rank there, and whether it has formed it
     rank: int = NEVER
     formed: bool = False
-    failed: MemberFailed | None = None  # what its script has raised, unless it has caught that
+    failed: MemberFailed | None = None  # what its script has raised, unless the script caught it
     failed_at: float = 0.0
 
 
 class Coordinator:
-    """Decides. Every method that takes an event returns what is to be done, in order."""
+    """Decides what happens next. Every method that takes an event returns actions, in order."""
 
     def __init__(self, terms: ElasticTerms) -> None:
         self.stage = Stage.FOUNDING
-        self.generation: Generation | None = None  # the last one that was announced
+        self.generation: Generation | None = None  # the last announced one
         self.losses: list[Loss] = []
         self.outages_s: list[float] = []  # from the end of a generation until the next was formed
         self._terms = terms
         self._retries = Retries()
         self._living: dict[int, _Living] = {}
         self._next_member = 0
-        self._seats: set[int] = set()  # who may still be in the last generation
+        self._seats: set[int] = set()  # members that may still be in the last generation
         self._formed: set[int] = set()
-        self._joined = 0  # how many of this generation were not in the one before
+        self._joined = 0  # the number of members that were not in the previous generation
         self._ever_formed = False
-        self._quiet: list[MemberLeft] | None = None  # those who have left to regroup; None when nobody was asked to
+        self._quiet: list[MemberLeft] | None = None  # members that have left to regroup; None if none was asked to
         self._over_since = 0.0  # when the last generation ended, or the job began
         self._asked_at = 0.0  # when members were last asked to regroup, or to form a generation
-        self._enough_since: float | None = None  # when enough had come to begin
+        self._enough_since: float | None = None  # when enough members were ready to begin
         self._short_since: float | None = None
-        self._said: set[str] = set()  # what was said about the present wait
-        self._stillborn = 0  # how many processes in a row have ended before they had waited for a generation
+        self._said: set[str] = set()  # messages already given about the current wait
+        self._stillborn = 0  # the number of processes in a row that ended before they waited for a generation
         self._stopping = False
-        self._refusal = ""  # what those are told who wait for a generation when none is formed any more
+        self._refusal = ""  # the answer to members that wait for a generation when none is formed any more
 
     # Events -----------------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Coordinator:
         return [self._spawn(slot) for slot in range(self._terms.maximum)]
 
     def said(self, member: int, message: FromMember, now: float) -> list[Action]:
-        """A member has said something. From the dead, or about a generation that is over, it changes nothing."""
+        """A member has sent a message. From a dead member, or about an ended generation, it changes nothing."""
         living = self._living.get(member)
         if living is None or self.stage is Stage.FINISHING:
             return []
@@ -144,7 +144,7 @@ class Coordinator:
         return list(self._on_tick(now))
 
     def stop(self, now: float) -> list[Action]:
-        """The job is ended from outside."""
+        """The job is stopped from outside."""
         if self._stopping or self.stage is Stage.OVER:
             return []
         self._stopping = True
@@ -152,15 +152,17 @@ class Coordinator:
 
     @property
     def awaited(self) -> frozenset[int]:
-        """The members that others may wait for. The watchdog judges these, and nobody who waits for a generation."""
+        """The members that others may wait for. The watchdog watches these, and not members that wait for a
+        generation."""
         return frozenset(self._seats)
 
-    # What members say -------------------------------------------------------------------------------------------------
+    # Messages of
+    # members------------------------------------------------------------------------------------------------
 
     def _on_ready(self, living: _Living, message: MemberReady, now: float) -> Iterator[Action]:
         seated = living.member in self._seats
         if seated and self.generation is not None and message.was != self.generation.number:
-            return  # said before it knew of this generation
+            return  # sent before it knew of this generation
         if self._stopping and not seated:
             yield Tell(living.member, Refused(STOPPING))
             return
@@ -210,7 +212,7 @@ class Coordinator:
 
     def _on_finished(self, generation: Generation, now: float) -> Iterator[Action]:
         if self.stage is Stage.FORMING:
-            yield from self._work(generation, now)  # that the others have formed it is still on its way
+            yield from self._work(generation, now)  # the messages of the others are still on their way
         yield from self._tell_members(generation, Finished(generation.number))
         for member in self._living:
             if member not in generation.members:
@@ -221,7 +223,7 @@ class Coordinator:
     # Coming and going -------------------------------------------------------------------------------------------------
 
     def _on_loss(self, living: _Living, how: Departure, now: float) -> Iterator[Action]:
-        if living.failed is not None:  # which was all dealt with when it said so, but for the one that takes its place
+        if living.failed is not None:  # this was handled when it reported it, except for its replacement
             yield from self._replace(living, how)
             yield from self._go_on(now)
             return
@@ -260,7 +262,7 @@ class Coordinator:
             )
 
     def _leave(self, member: int, reason: str, now: float, quietly: bool = False) -> Iterator[Action]:
-        """A member is in the last generation no longer, which is over therefore."""
+        """A member has left the last generation, which ends it."""
         assert self.generation is not None
         self._seats.discard(member)
         if self.stage in (Stage.WORKING, Stage.FORMING):
@@ -271,13 +273,13 @@ class Coordinator:
         if quietly and self._quiet is not None:
             self._quiet.append(ended)
             return
-        # Something has happened, so nobody leaves after the same step any more.
+        # After this the members no longer leave after the same step.
         for one in (*(self._quiet or ()), ended):
             yield from self._tell_seats(one)
         self._quiet = None
 
     def _fill_slots(self) -> Iterator[Action]:
-        """Start the spares. They come when there is something to be spare for: the first generation needs the cores."""
+        """Start the spares. They start later, because the first generation needs the cores."""
         used = {living.slot for living in self._living.values()}
         for slot in range(self._terms.maximum, self._terms.maximum + self._terms.spares):
             if slot not in used and self._stillborn < STILLBORN and not self._stopping:
@@ -291,7 +293,7 @@ class Coordinator:
     # Forming ----------------------------------------------------------------------------------------------------------
 
     def _go_on(self, now: float) -> Iterator[Action]:
-        """Whatever can be done now."""
+        """Do everything that can be done now."""
         if self.stage is Stage.WORKING:
             yield from self._ask_to_regroup(now)
         elif self.stage is Stage.GATHERING and not self._seats and self._stopping:
@@ -305,29 +307,29 @@ class Coordinator:
                 yield from self._form(members, now)
 
     def _candidates(self) -> list[int]:
-        """Who could be in the next generation: survivors in their order, and then those who are new."""
+        """The candidates for the next generation: survivors in their order, then new members."""
         before = self.generation.members if self.generation is not None else ()
         waiting = self._ready()
         survivors = [member for member in before if member in waiting]
         return [*survivors, *sorted(set(waiting) - set(survivors))]
 
     def _ready(self) -> dict[int, MemberReady]:
-        """What those have said who wait for a generation."""
+        """The messages of members that wait for a generation."""
         return {member: living.ready for member, living in self._living.items() if living.ready is not None}
 
     def _has_survivors(self, members: list[int]) -> bool:
-        """Whether somebody has come out of the last generation: others may join them later."""
+        """Whether any member has survived the last generation: others may join it later."""
         return self.generation is not None and not set(self.generation.members).isdisjoint(members)
 
     def _is_complete(self, candidates: list[int], now: float) -> bool:
-        """Whether all have come who can be there at a beginning, or it has waited for them for long enough."""
+        """Whether all expected members are ready, or have been waited for long enough."""
         self._enough_since = now if self._enough_since is None else self._enough_since
         awaited = [living for living in self._living.values() if living.ready is None and living.failed is None]
         late = now - self._enough_since >= self._terms.patience_s
         return len(candidates) >= self._terms.maximum or late or not awaited
 
     def _form_last(self, now: float) -> Iterator[Action]:
-        """The job is being stopped: those who have come out of the last generation meet, to save and leave together."""
+        """The job is being stopped: the survivors of the last generation meet, to save and leave together."""
         assert self.generation is not None
         ready = self._ready()
         survivors = [member for member in self.generation.members if member in ready]
@@ -379,10 +381,10 @@ class Coordinator:
             assert self.generation is not None
             late = name_ranks(map(self.generation.rank_of, self._seats - self._formed))
             number, limit_s = self.generation.number, self._terms.recovery_s
-            yield self._give_up(f"generation {number} was not formed within {limit_s:g} s: waited for {late}")
+            yield self._give_up(f"generation {number} was not formed within {limit_s:g} s; missing: {late}")
 
     def _hurry(self, now: float) -> Iterator[Action]:
-        """Some have left the last generation and others have not."""
+        """Some members have left the last generation and others have not."""
         assert self.generation is not None
         if self._quiet and now - self._asked_at > REGROUP_S:
             for one in self._quiet:
@@ -391,7 +393,7 @@ class Coordinator:
         if now - self._over_since > SAY_AFTER_S:
             late = name_ranks(map(self.generation.rank_of, self._seats))
             does = "what it does" if len(self._seats) == 1 else "what they do"
-            yield from self._say(f"the next generation waits for {late} to come to the end of {does}")
+            yield from self._say(f"the next generation waits for {late} to finish {does}")
 
     def _wait_below_minimum(
         self, candidates: list[int], ready: Mapping[int, MemberReady], now: float
@@ -410,7 +412,7 @@ class Coordinator:
         coming = sum(living.ready is None for living in self._living.values())
         if not coming:
             yield self._give_up(
-                f"{_ranks(there)} left of at least {least}, and those that were started ended before they could join"
+                f"{_ranks(there)} left of at least {least}, and replacements ended before they could join"
             )
         elif self.stage is Stage.GATHERING:
             self._short_since = now if self._short_since is None else self._short_since
@@ -439,13 +441,13 @@ class Coordinator:
         yield from self._go_on(now)
 
     def _dismiss(self, members: Iterable[int]) -> Iterator[Action]:
-        """These have waited for a generation, and are in none any more."""
+        """These have waited for a generation and are no longer in any."""
         for member in sorted(members):
             self._living[member].ready = None
             yield Tell(member, Refused(STOPPING))
 
     def _refuse_all(self, reason: str) -> Iterator[Action]:
-        """No generation is formed any more, of whoever comes."""
+        """No further generation is formed, whichever members become ready."""
         waiting, self._refusal = sorted(self._ready()), reason
         self._seats.clear()
         self._go(Stage.OVER)
@@ -455,7 +457,7 @@ class Coordinator:
         return self._give_up(f"{_ranks(len(self.losses))} lost, and at most {self._terms.max_losses} may be")
 
     def _give_up_step(self, living: _Living, step: int, cause: str) -> GiveUp:
-        if not living.formed:  # which another beginning may well change
+        if not living.formed:  # which a fresh start may change
             return self._give_up(f"two generations could not be formed: a rank {cause}")
         return self._give_up(
             f"step {step} has failed in two generations, so it is not tried again: a rank {cause}", final=True
@@ -475,7 +477,7 @@ class Coordinator:
         self.stage = stage
 
     def _say(self, text: str) -> Iterator[Action]:
-        """Say it once in every wait."""
+        """Report it once per wait."""
         if text not in self._said:
             self._said.add(text)
             yield Waiting(text)

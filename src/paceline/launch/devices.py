@@ -11,14 +11,14 @@ ASK_S = 10.0
 
 
 def gpu_count(environ: Mapping[str, str] | None = None) -> int:
-    """How many GPUs a process that is started now would see."""
+    """The number of GPUs that a process started now would see."""
     environ = os.environ if environ is None else environ
     present = _present()
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
     named = [name.strip() for name in visible.split(",") if name.strip()]
-    if "-1" in named:  # CUDA ends the list there
+    if "-1" in named:  # CUDA ignores the rest of the list
         named = named[: named.index("-1")]
     return min(present, len(named))
 
@@ -28,5 +28,5 @@ def _present() -> int:
         asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=ASK_S, check=False)
         if asked.returncode == 0:
             return len(re.findall(r"^GPU \d+:", asked.stdout, re.MULTILINE))
-    # A container shows only the device files it was given, while the driver's own list may show all.
+    # In a container only its own device files exist, while the driver may list all devices.
     return sum(1 for entry in Path("/dev").glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", entry.name))

@@ -1,4 +1,4 @@
-"""What the coordinator of an elastic job is told about members, and what it wants done."""
+"""The events and actions of the coordinator of an elastic job."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from paceline.member_messages import FromLauncher, Generation
 class Departure:
     """How the process of a member ended. `cause` continues "rank 1 "; `step` is the last one that it noted.
 
-    `from_outside` says that nothing it did can be the reason: somebody killed it. `asked`: the whole job was asked to
-    end, and it did, so it was not lost.
+    `from_outside` says that it was killed and is not the cause itself. `asked`: the whole job was asked to end, and the
+    process did, so it was not lost.
     """
 
     cause: str
@@ -55,16 +55,16 @@ class EndMember:
 
 @dataclass(frozen=True)
 class Lost:
-    """To be said: a member was lost."""
+    """Report: a member was lost."""
 
     loss: Loss
 
 
 @dataclass(frozen=True)
 class Formed:
-    """To be said: all members have formed a generation, of whom `joined` were not in the one before.
+    """Report: all members have formed a generation; `joined` of them were not in the previous one.
 
-    `took_s` is the time since that one was over.
+    `took_s` is the time since that one ended.
     """
 
     generation: Generation
@@ -74,14 +74,14 @@ class Formed:
 
 @dataclass(frozen=True)
 class Waiting:
-    """To be said: what the job waits for."""
+    """Report: what the job waits for."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The job cannot go on. `final` says that starting all over would end in the same way."""
+    """The job cannot go on. `final`: a restart would end in the same way."""
 
     reason: str
     final: bool = False

@@ -13,7 +13,7 @@ from paceline.launch.watchdog import Hang
 from paceline.process_status import signal_name
 
 MAX_OTHERS = 2
-# What a rank writes that failed because another one did. It is not shown as the cause if there is a better one.
+# Text written by ranks that failed because another one did. It is not shown as the cause if there is a better one.
 _FOLLOWS = re.compile(
     r"PeerLost|PeerAbsent|BackwardAborted|WorldNotFormed|DistNetworkError|DistStoreError|"
     r"connection (was )?closed|connection reset|connection refused|broken pipe|socket closed|remote process exited|"
@@ -25,7 +25,7 @@ _FOLLOWS = re.compile(
 
 @dataclass(frozen=True)
 class End:
-    """How one rank exited. `at` is when it did, or wrote its last traceback; `asked` says that it was asked to exit."""
+    """How one rank exited. `at` is the time of the exit or of its last traceback; `asked`: it was asked to exit."""
 
     rank: int
     at: float
@@ -34,13 +34,13 @@ class End:
     asked: bool = False
     never: str = ""
     out_of_memory: bool = False
-    lost: str = ""  # with what, and why
+    lost: str = ""  # the machine, and why
     raised: bool = False  # its output ends with a traceback that it has not caught
     tail: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def failed(self) -> bool:
-        """Whether it failed by itself. A rank that obeys a signal has not failed."""
+        """Whether it failed on its own. A rank that obeys a signal has not failed."""
         return bool(self.code or self.killed_by) and not self.asked
 
     @property
@@ -83,12 +83,12 @@ def follows(end: End) -> bool:
 
 
 def names_a_peer_failure(message: str) -> bool:
-    """Whether an error message says that another rank is gone."""
+    """Whether an error message says that another rank has died."""
     return bool(_FOLLOWS.search(message))
 
 
 def cause_of(end: End) -> str:
-    """What a rank did, in some words that continue "rank 1 "."""
+    """How a rank ended, as text that continues "rank 1 "."""
     if end.traceback is not None:
         return cut(f"raised {end.traceback.message[0]}", 300)
     return _explain(end)[0]
@@ -106,7 +106,7 @@ def _hang_failure(ends: Sequence[End], hang: Hang) -> JobFailure:
 
 
 def _explain(end: End) -> tuple[str, tuple[str, ...]]:
-    """What the rank did, and the lines that show it."""
+    """How the rank ended, and the lines that show it."""
     if end.never:
         return f"never started: {end.never}", ()
     if end.lost:
@@ -142,7 +142,7 @@ def _others(ends: Sequence[End]) -> tuple[str, ...]:
 
 
 def _signature(end: End) -> object:
-    """Equal for failures that are to be shown once."""
+    """Equal for failures that should be shown once."""
     if end.never or end.lost or end.out_of_memory or end.traceback is None:
         return end.never, end.lost, end.out_of_memory, end.killed_by, end.code
     return end.traceback.frames, end.traceback.name

@@ -1,4 +1,4 @@
-"""What a launcher is given and what it returns: a job, its listener, its failure and its outcome."""
+"""The input and output of a launcher: a job, its listener, its failure and its outcome."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,17 +11,17 @@ from paceline.launch.elastic_actions import Formed, Loss
 
 WATCHDOG_EXIT = 124
 INTERRUPT_EXIT = 130
-# A rank that was asked to stop, by whatever signal, has saved and leaves.
+# The exit code of a rank that was asked to stop by a signal and has saved.
 STOPPED_EXIT = 143
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticTerms:
-    """Between how many ranks a job may have, and what it does about those it loses.
+    """The minimum and maximum number of ranks of a job, and what it does when ranks are lost.
 
-    `spares` wait, started and with all they need loaded, until a rank is lost. After more than `max_losses` the job is
-    given up; None is no limit. `recovery_s` is how long it waits below `minimum` ranks, or until a generation is
-    formed; `patience_s` how long it waits for the others when enough have come to begin.
+    `spares` are started, with everything loaded, and wait until a rank is lost. After more than `max_losses` the job is
+    given up; None is no limit. `recovery_s` is how long it waits below `minimum` ranks or for a generation to be
+    formed; `patience_s` how long it waits for the others once enough are ready to begin.
     """
 
     minimum: int
@@ -47,8 +47,8 @@ class Job:
     when it is 0. `gpu_ids` are the devices that ranks see, in order.
     Ranks that exit with one of `final_codes` are not restarted.
     `hang_timeout_s` replaces the learned timeout of the watchdog; 0 turns the watchdog off.
-    `faults` are to happen on purpose; each is armed in all ranks until it has.
-    With `elastic`, ranks whose script allows it are replaced one by one; `ranks` is the maximum of them then.
+    `faults` are injected; each is armed in all ranks until it has happened. With `elastic`, lost ranks are replaced one
+    by one if the script allows it; `ranks` is then the maximum.
     """
 
     command: tuple[str, ...]
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def slots(self) -> int:
-        """How many processes there may be at once."""
+        """The maximum number of processes at a time."""
         return self.ranks + (self.elastic.spares if self.elastic is not None else 0)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Job:
 class JobFailure:
     """Why a job failed. `ranks` are those at fault, all for the same reason.
 
-    `details` are at most a dozen lines, `others` says what became of other ranks because of it.
+    `details` are at most a dozen lines, `others` says how other ranks failed as a consequence.
     """
 
     ranks: tuple[int, ...]
@@ -105,13 +105,14 @@ class JobFailure:
         return self.summary
 
     def lines(self) -> list[str]:
-        """All that is to be shown, in at most 14 lines: what happened, where, and what came of it."""
+        """The text to show, in at most 14 lines: what happened, where, and the consequences."""
         return [self.summary, *(f"  {line}" for line in self.details), *self.others][:14]
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a job ended. `signal` names the signal that ended it from outside, if one did; `final`: do not try again."""
+    """How a job ended. `signal` names the signal that ended it from outside, if one did; `final`: a restart would not
+    help."""
 
     exit_code: int
     failure: JobFailure | None = None
@@ -120,16 +121,16 @@ class JobOutcome:
 
 
 class Listener:
-    """Receives what ranks write and report, and does nothing with it: override what is of interest.
+    """Receives what ranks write and report, and ignores it: override the methods you need.
 
     All calls come from the supervising thread; none may block for long.
     """
 
     def line(self, rank: int, text: str) -> None:
-        """One line of output of a rank, without its end."""
+        """One line of output of a rank, without the newline."""
 
     def error_line(self, rank: int, text: str) -> None:
-        """One line of standard error of a rank, without its end."""
+        """One line of standard error of a rank, without the newline."""
         self.line(rank, text)
 
     def reported(self, rank: int, kind: str, fields: dict[str, Any]) -> None:

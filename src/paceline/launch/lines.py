@@ -6,14 +6,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
-# A line without a newline is a prompt, or a row of dots that grows: it is shown when nothing follows for a while.
+# A line without a newline is a prompt, or a row of dots that grows: it is shown if nothing follows for a while.
 QUIET_S = 0.5
 BAR_EVERY_S = 5.0
 MAX_PARTIAL = 1 << 16
 REMEMBERED_LINES = 400
 FOLD_S = 0.08
 MAX_WAITING = 5000
-# torch's excepthook puts this before every line; the output shows the rank already.
+# The prefix that torch's excepthook adds to every line; the output already shows the rank.
 _TORCH_PREFIX = re.compile(r"^\[rank(\d+)\]:(?: |$)")
 _TORCH_PREFIXES = re.compile(r"^(?:\[rank\d+\]:(?: |$))+")
 
@@ -24,7 +24,7 @@ class Lines:
     def __init__(self, rank: int, member: bool = False) -> None:
         self.last: deque[str] = deque(maxlen=REMEMBERED_LINES)  # shown or not
         self._prefix = str(rank)
-        self._member = member  # its rank changes, and it may have had several
+        self._member = member  # its rank may change over time
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = ""
         self._fed_at = 0.0
@@ -38,7 +38,7 @@ class Lines:
         if "\r" in self._partial and len(self._partial) <= MAX_PARTIAL:
             if self._bar_at is None:
                 self._bar_at = now
-            # Only the newest state of a bar is kept, and a return at the very end erases nothing yet.
+            # Only the newest state of a bar is kept; a carriage return at the very end erases nothing yet.
             body = self._partial.rstrip("\r")
             self._partial = "\r" + body.rpartition("\r")[2] + self._partial[len(body) :]
             if now - self._bar_at > BAR_EVERY_S:
@@ -81,15 +81,15 @@ _Item = TypeVar("_Item", bound=Hashable)
 class Fold(Generic[_Item]):
     """Shows equal lines, or equal items of any kind, that several ranks write within a short time once.
 
-    The lines of one rank never change their order. A line leaves when all ranks have come to it, or after `FOLD_S`; one
-    that another rank has written too, behind other lines, waits for those.
+    The lines of one rank never change their order. A line is shown when all ranks have written it, or after `FOLD_S`; a
+    line that another rank has written too, behind other lines, waits for those.
     """
 
     def __init__(self, show: Callable[[tuple[int, ...], _Item], None], ranks: int) -> None:
         self._show = show
         self._ranks = ranks
         self._queues: dict[int, deque[tuple[_Item, float]]] = {}
-        self._writers: dict[_Item, Counter[int]] = {}  # who has such a line waiting, and how often
+        self._writers: dict[_Item, Counter[int]] = {}  # the ranks with such a line waiting, and how often
         self._waiting = 0
 
     def add(self, rank: int, item: _Item, now: float) -> None:
@@ -109,12 +109,12 @@ class Fold(Generic[_Item]):
                     ranks, oldest = fronts.setdefault(item, ([], at))
                     ranks.append(rank)
                     fronts[item] = ranks, min(at, oldest)
-            # First what no rank has behind other lines; of those, the oldest.
+            # First the lines that no rank has behind others; of those, the oldest.
             item = min(fronts, key=lambda item: (not self._is_at_front(item, fronts), fronts[item][1]))
             ranks, oldest = fronts[item]
             if len(ranks) < self._ranks and now < oldest + FOLD_S and self._waiting <= MAX_WAITING:
                 return
-            if len(ranks) < self._ranks:  # of what came at about the same time, the lowest rank's
+            if len(ranks) < self._ranks:  # of lines from about the same time, the lowest rank's
                 near = (
                     item for item in fronts if fronts[item][1] < oldest + FOLD_S and self._is_at_front(item, fronts)
                 )

@@ -1,4 +1,4 @@
-"""The next generation, from what its members have said of themselves: who is in it, and whose state it goes on from."""
+"""The next generation, from its members' messages: its members, and the state from which it continues."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ Ready = Mapping[int, MemberReady]
 
 
 class _State(NamedTuple):
-    """A state that some members have between them: of a step, cut into so many shards, and who has each of these."""
+    """A state that some members hold between them: its step, the number of shards, and the holders of each."""
 
     step: int
     shards: int
@@ -17,7 +17,7 @@ class _State(NamedTuple):
 
 
 def world_sizes(ready: MemberReady, minimum: int, maximum: int) -> list[int]:
-    """The numbers of ranks that a script can work with, between these two."""
+    """The world sizes that a script accepts, from `minimum` to `maximum`."""
     return [
         size
         for size in range(minimum, maximum + 1)
@@ -26,9 +26,9 @@ def world_sizes(ready: MemberReady, minimum: int, maximum: int) -> list[int]:
 
 
 def choose_members(candidates: Sequence[int], ready: Ready, maximum: int) -> list[int]:
-    """Who is in the next generation, in the order of ranks: as many as the script can work with, and among them every
-    shard of the newest state that is whole. Whoever holds a shard stays where it is needed, if shards stay what they
-    are; otherwise the order is that of the candidates."""
+    """The members of the next generation, in the order of ranks: as many as the script accepts, among them the holders
+    of every shard of the newest complete state. A holder keeps its position if the cut into shards stays the same;
+    otherwise the order is that of the candidates."""
     sizes = world_sizes(ready[candidates[0]], 1, min(maximum, len(candidates))) if candidates else []
     size, state = max(sizes, default=0), _newest_whole(candidates, ready)
     if state is None or size < state.shards:
@@ -42,12 +42,12 @@ def choose_members(candidates: Sequence[int], ready: Ready, maximum: int) -> lis
 
 
 def next_generation(number: int, members: Sequence[int], ready: Ready, ever_formed: bool) -> Generation:
-    """Generation `number`, of these members in this order.
+    """Generation `number`, with these members in this order.
 
-    All go on from the newest step of which they have every shard between them; where no state is cut, that is the first
-    whole member at the highest step. One at that step is enough: finished sums have equal bits everywhere, so what one
-    rank has committed is what all would have. Before anything was ever formed all are as their scripts have made them,
-    and the first decides that has not been given a shard alone. If no state is whole there are no sources.
+    All continue from the newest step of which they hold every shard between them; if no state is sharded, that is the
+    first whole member at the highest step. One member at that step is enough: finished sums have equal bits everywhere,
+    so what one rank has committed is what all would have. Before any generation was formed all have their initial
+    state, and the first member that does not hold just a shard decides. If no state is complete there are no sources.
     """
     state = _newest_whole(members, ready)
     if state is not None:
@@ -69,7 +69,7 @@ def _newest_whole(members: Iterable[int], ready: Ready) -> _State | None:
 
 
 def _seated(candidates: Sequence[int], state: _State, size: int) -> list[int]:
-    """Each rank with a member that holds the shard of that rank, as far as there are any."""
+    """For each rank, a member that holds the shard of that rank, if there is one."""
     left = {shard: list(holders) for shard, holders in state.holders.items()}
     seats = [left[rank % state.shards].pop(0) if left[rank % state.shards] else None for rank in range(size)]
     others = iter([member for member in candidates if member not in seats])

@@ -1,4 +1,4 @@
-"""The policy of an elastic job: processes are replaced one by one, as its coordinator says."""
+"""The policy of an elastic job: processes are replaced one by one, as decided by its coordinator."""
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,32 +27,33 @@ from paceline.launch.watchdog import Hang
 from paceline.member_messages import NEVER, MemberFailed, Refused, from_member, to_line
 from paceline.phase import Phase
 
-# A process that is not needed any more holds nothing that is worth waiting for.
+# A process that is no longer needed has nothing worth waiting for.
 DISMISS_S = 3.0
-# How long a process has to write where its threads are.
+# How long a process has to dump its threads' stacks.
 ABORT_S = 5.0
-# What asks a process to end.
+# The signals that ask a process to end.
 ASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FROM_OUTSIDE = (signal.SIGKILL, *ASKS)
 
 
 class OneByOne:
-    """Until one of its processes says that it is a member, the job is all or nothing: it may run any script."""
+    """Until one of its processes identifies itself as a member, the job is all or nothing, because it may run any
+    script."""
 
     def __init__(self, supervisor: Supervisor, terms: ElasticTerms) -> None:
         self._supervisor = supervisor
         self._coordinator = Coordinator(terms)
         self._plain: AllOrNothing | None = AllOrNothing(supervisor, terms.maximum)
-        self._slots: dict[int, int] = {}  # member → slot, of all that were ever started
+        self._slots: dict[int, int] = {}  # member → slot, of all members ever started
         self._members: dict[int, int] = {}  # slot → the newest member in it
         self._ended_early: list[End] = []
-        self._hung: dict[int, Hang] = {}  # by member: what the watchdog has ended
+        self._hung: dict[int, Hang] = {}  # by member: hangs that the watchdog has ended
         self._last_lost: End | None = None
-        self._failing: set[int] = set()  # members that have said what their scripts raised, and are about to end
+        self._failing: set[int] = set()  # members that have reported an error of their scripts, and are about to end
         self._given_up: GiveUp | None = None
         self._stop_at = 0.0
         self._stopping = False
-        self._unsent: set[int] = set()  # signals that came when no rank could take them
+        self._unsent: set[int] = set()  # signals that arrived when no rank could handle them
 
     def begin(self, now: float) -> None:
         self._do(self._coordinator.start(now), now)
@@ -74,14 +75,14 @@ class OneByOne:
         else:
             self._lose(end, now)
 
-    def judged(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
+    def watched(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
         if self._plain is not None:
-            return self._plain.judged(marks)
+            return self._plain.watched(marks)
         awaited = {self._slots[member] for member in self._coordinator.awaited - self._hung.keys()}
         found = {slot: mark for slot, mark in marks.items() if slot in awaited}
         if self._coordinator.stage is not Stage.FORMING:
             return found
-        # Taking state over is one long wait for all of them, with a limit of its own. To be stopped is another thing.
+        # Receiving state is one long wait of all ranks, with its own limit. Being stopped is still checked.
         return {slot: mark._replace(phase=_patient(mark.phase)) for slot, mark in found.items()}
 
     def hung(self, hang: Hang, now: float) -> None:
@@ -105,7 +106,7 @@ class OneByOne:
         self._unsent.add(number)
         self._pass_on()
         if self._unsent:
-            self._supervisor.listener.note(f"{signal.Signals(number).name} waits until ranks work that can take it")
+            self._supervisor.listener.note(f"{signal.Signals(number).name} is deferred until the ranks can handle it")
 
     def stopping(self, now: float) -> None:
         self._stopping = True
@@ -116,7 +117,7 @@ class OneByOne:
     def count(self, ends: Sequence[End]) -> list[End]:
         if self._plain is not None or self._coordinator.generation is None:
             return list(ends)
-        # Whoever was lost before the end has been replaced, and spares were told to go.
+        # Ranks lost before the end have been replaced, and spares were asked to leave.
         last = {self._members[end.rank]: end for end in ends}
         members = self._coordinator.generation.members
         return [replace(last[member], rank=rank) for rank, member in enumerate(members) if member in last]
@@ -139,8 +140,9 @@ class OneByOne:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _pass_on(self) -> None:
-        """Only to ranks of the generation that works: a process that starts, or waits to join, has no handler yet, and
-        would die of it. Before anyone has said to be a member, only to those that train: it may be any script."""
+        """Forward only to ranks of the working generation: a process that starts, or waits to join, has no handler yet
+        and would be killed by it. Before any process has identified itself as a member, forward only to those that
+        train: it may be any script."""
         ready: list[int] = []
         if not self._unsent:
             return
@@ -165,16 +167,16 @@ class OneByOne:
         hang = self._hung.get(member)
         cause = cause_of(end) if hang is None else f"{hang.how}: {hang.reason}{_where(end)}"
         if end.exit_code == 0:
-            cause = "exited with code 0, and had not come to Elastic.finish()"
+            cause = "exited with code 0 without having reached Elastic.finish()"
         outside = end.killed_by in FROM_OUTSIDE and not end.out_of_memory and hang is None
         obeyed = self._stopping and end.asked and end.killed_by in (0, *ASKS)
-        # One that was stopped goes on for a moment when it is aborted, so the step is the one in which it was found.
+        # A stopped process continues for a moment when it is aborted, so use the step in which it was found.
         step = self._supervisor.step_of(end.rank) if hang is None else hang.step
         how = Departure(cause, step, outside or follows(end), asked=obeyed)
         self._do(self._coordinator.exited(member, how, now), now)
         for loss in self._coordinator.losses:
             if loss.member == member:
-                said = loss.cause.startswith("raised ") and end.asked  # it was too slow to end by itself
+                said = loss.cause.startswith("raised ") and end.asked  # it was too slow to end on its own
                 end = replace(end, code=1, killed_by=0) if said else end
                 self._last_lost = replace(end, rank=end.rank if loss.rank == NEVER else loss.rank)
 
@@ -200,11 +202,11 @@ class OneByOne:
         self._given_up = action
         for slot in self._members:
             self._supervisor.tell(slot, to_line(Refused(action.reason)))
-        self._stop_at = now + BETTER_CAUSE_S  # until then one that is about to end may show where it failed
+        self._stop_at = now + BETTER_CAUSE_S  # until then a rank that is about to end may show where it failed
 
 
 def _where(end: End) -> str:
-    """In which line of the script a process that was aborted has rested, if Python could say it."""
+    """The line of the script at which an aborted process had stopped, if Python could report it."""
     line = own_line(main_stack(end.tail))
     return f", in {line}" if line else ""
 

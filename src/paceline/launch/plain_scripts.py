@@ -1,10 +1,10 @@
-"""Ranks of scripts that do not use our class. They note nothing, so nobody knows how far they are; what can be seen is
-whether Python runs in them, what CPU time they use, and in which line they rest.
+"""Ranks of scripts that do not use paceline's class. They note nothing, so their progress is unknown; what can be seen
+is whether Python runs in them, what CPU time they use, and at which line they have stopped.
 
-Without --hang-timeout they are left alone, and a rank in which no Python runs is named. With it, it is a hang if some
-rank is in a collective, and for that long no rank has done anything: at fault are those in which no Python runs (native
-code keeps the interpreter's lock), or else those that are not in a collective. While nobody is in a collective nobody
-waits, and a script may be as slow as it likes.
+Without --hang-timeout they are never ended, and a rank in which no Python runs is reported. With it, it is a hang if
+some rank is in a collective, and no rank has done anything for that long. At fault are ranks in which no Python runs
+(native code holds the GIL), or else those that are not in a collective. While no rank is in a collective no rank waits,
+and a script may take as long as it needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ _WAITS_IN = ("/torch/distributed/", "/torch/autograd/graph.py")
 
 
 class PlainScripts:
-    """What was seen of such ranks. `timeout_s` is that of --hang-timeout."""
+    """Observations of such ranks. `timeout_s` is that of --hang-timeout."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._looked_at = 0.0
-        self._since = 0.0  # since when all ranks have done nothing, and the launcher has looked without a gap
-        self._before: dict[int, ProcessStatus] = {}  # what they had used then
-        self._named: dict[int, float] = {}  # the beats after which ranks were named as silent
+        self._since = 0.0  # since when all ranks have done nothing, and the launcher has watched without a gap
+        self._before: dict[int, ProcessStatus] = {}  # their usage at that time
+        self._named: dict[int, float] = {}  # the beats after which ranks were reported as silent
 
     def forget(self, rank: int) -> None:
         """Another process is about to be this rank."""
@@ -40,8 +40,8 @@ class PlainScripts:
         beats: Mapping[int, float],
         rests: Mapping[int, Sequence[str]],
     ) -> Hang | None:
-        """Take in what the kernel and the ranks say; name those that hang, if any do. `rests`: where ranks rest, which
-        is empty for those that do not."""
+        """Update from the kernel and the ranks; return those that hang, if any do. `rests`: the lines at which ranks
+        have stopped; empty for those that run."""
         silent = [rank for rank in statuses if is_silent(beats.get(rank, 0.0), now)]
         busy = any(self._is_busy(rank, one, now) for rank, one in statuses.items() if rank not in silent)
         if busy or now - self._looked_at > GAP_S:
@@ -56,14 +56,14 @@ class PlainScripts:
         return Hang(tuple(sorted(culprits)), HOLDS_GIL if silent else FROZE, f"{waited}: {', '.join(lines)}", -1)
 
     def silent(self, now: float, beats: Mapping[int, float]) -> list[str]:
-        """Lines about ranks in which no Python runs, each of them once."""
+        """Messages about ranks in which no Python runs, once for each."""
         said = []
         for rank, beat in beats.items():
             if beat and now - beat > LATE_BETWEEN_S and self._named.get(rank) != beat:
                 self._named[rank] = beat
                 waited = f"{now - beat:.0f} s"
                 said.append(
-                    f"rank {rank} has run no Python for {waited}: native code keeps the interpreter's lock (GIL)"
+                    f"rank {rank} has run no Python for {waited}: native code holds the interpreter's lock (GIL)"
                 )
         return said
 

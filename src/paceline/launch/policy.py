@@ -1,4 +1,4 @@
-"""What is done when a rank fails: the part of supervision that differs between a plain and an elastic job."""
+"""What happens when a rank fails: the part of supervision that differs between plain and elastic jobs."""
 
 import signal
 from collections.abc import Collection, Mapping, Sequence
@@ -9,14 +9,14 @@ from paceline.launch.job import JobFailure, Listener
 from paceline.launch.reports import Mark
 from paceline.launch.watchdog import Hang
 
-# After a rank failed, others may fail for the same reason; after one that failed because of a peer, the peer's own
-# failure must be on its way.
+# After one failure, others may follow for the same reason; after a rank that failed because of a peer, the peer's own
+# failure must follow.
 SAME_S = 0.5
 BETTER_CAUSE_S = 3.0
 
 
 class Supervisor(Protocol):
-    """What a policy may have done. Ranks are named by their slots."""
+    """The operations that a policy may request. Ranks are identified by their slots."""
 
     listener: Listener
 
@@ -30,35 +30,35 @@ class Supervisor(Protocol):
         """Ask one process to end, and kill it after a while."""
 
     def abort(self, ranks: Collection[int], now: float, within_s: float) -> None:
-        """Have processes write where their threads are and die, and kill them after a while."""
+        """Make processes dump their threads' stacks and abort, and kill them after a while."""
 
     def stop(self, now: float, number: int) -> None:
-        """Ask all processes to end by a signal, and kill them after the time that the job gives them."""
+        """Ask all processes to end by a signal, and kill them after the job's shutdown timeout."""
 
     def step_of(self, rank: int) -> int:
-        """The step that a process has noted last."""
+        """The last step that a process has noted."""
 
     def has_begun(self, rank: int) -> bool:
-        """Whether a process has noted that it trains, and not only that it starts, or waits for others."""
+        """Whether a process has noted that it trains, and not only that it is starting or waiting."""
 
     def pass_on(self, number: int, ranks: Collection[int] | None = None) -> None:
-        """Send a signal that ends nothing to some processes, or to all of them."""
+        """Send a non-terminating signal to some processes, or to all."""
 
 
 class Policy(Protocol):
-    """Decides. After `stopping` it ends and starts nothing any more."""
+    """Decides what happens. After `stopping` it no longer ends or starts processes."""
 
     def begin(self, now: float) -> None:
-        """Start what is to run."""
+        """Start the processes."""
 
     def reported(self, rank: int, kind: str, fields: Mapping[str, Any], now: float) -> bool:
-        """A process has reported something. Returns whether it was for the policy alone."""
+        """A process has reported something. Returns True if the report was for the policy only."""
 
     def ended(self, end: End, now: float) -> None:
         """A process has ended."""
 
-    def judged(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
-        """Of the processes that run, those that others wait for; None while the watchdog is not to look at all."""
+    def watched(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
+        """The running processes that the watchdog may blame; None while it is off."""
 
     def hung(self, hang: Hang, now: float) -> None:
         """The watchdog has found ranks that make no progress."""
@@ -67,20 +67,20 @@ class Policy(Protocol):
         """Time has passed."""
 
     def notified(self, number: int) -> None:
-        """The launcher got a signal that ends nothing: ranks that can take it are to have it."""
+        """The launcher got a non-terminating signal: forward it to ranks that can handle it."""
 
     def stopping(self, now: float) -> None:
         """All processes are about to be asked to end."""
 
     def count(self, ends: Sequence[End]) -> list[End]:
-        """Of how processes ended, what decides how the job did."""
+        """The process exits that decide how the job ended."""
 
     def failure(self, ends: Sequence[End]) -> JobFailure | None:
         """Why the job failed, if it did."""
 
     @property
     def is_final(self) -> bool:
-        """Whether starting all ranks again would end in the same way."""
+        """Whether a restart of all ranks would end in the same way."""
 
 
 class AllOrNothing:
@@ -90,7 +90,7 @@ class AllOrNothing:
 
     def __init__(self, supervisor: Supervisor, ranks: int) -> None:
         self._supervisor, self._ranks = supervisor, ranks
-        self._decide_at: float | None = None  # when waiting for more failures is over
+        self._decide_at: float | None = None  # when to stop waiting for more failures
         self._hang: Hang | None = None
         self._ends: list[End] = []
         self._stopping = False
@@ -107,19 +107,19 @@ class AllOrNothing:
         if end.failed:
             self._decide_by(now + (BETTER_CAUSE_S if follows(end) else SAME_S))
 
-    def judged(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
+    def watched(self, marks: Mapping[int, Mark]) -> Mapping[int, Mark] | None:
         return marks if self._decide_at is None else None
 
     def hung(self, hang: Hang, now: float) -> None:
         self._hang = hang
         self._supervisor.abort(hang.ranks, now, BETTER_CAUSE_S)
-        self._decide_by(now + BETTER_CAUSE_S)  # sooner, when they have exited
+        self._decide_by(now + BETTER_CAUSE_S)  # sooner if they have exited
 
     def tick(self, now: float) -> None:
         if self._decide_at is not None and now >= self._decide_at and not self._stopping:
             if (
                 failure := self.failure(self._ends)
-            ) is not None:  # it is told before they end: they may take their time
+            ) is not None:  # report it first, because the ranks may take long to end
                 self._supervisor.listener.note(f"{failure}; the other ranks are asked to end")
             self._supervisor.stop(now, signal.SIGTERM)
 

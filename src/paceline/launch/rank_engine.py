@@ -1,4 +1,4 @@
-"""What the processes of a job run on: this machine, or an engine that places them on several."""
+"""Where the processes of a job run: on this machine, or on several through an engine."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -37,10 +37,10 @@ class Processes(Protocol):
         """Send a signal to a rank, or to all of them."""
 
     def abort(self, rank: int) -> None:
-        """Have a rank write where its threads are, and die."""
+        """Make a rank dump its threads' stacks and abort."""
 
     def status(self, rank: int) -> ProcessStatus:
-        """What the kernel says of a rank."""
+        """The kernel's status of a rank."""
 
     def stopped_children(self, rank: int) -> list[int]:
         """The processes that a rank has started and that were stopped by a signal."""
@@ -49,7 +49,7 @@ class Processes(Protocol):
         """What has happened since the last call."""
 
     def close(self) -> None:
-        """End all that is left of the ranks, and wait until it has ended. Idempotent."""
+        """End all remaining processes of the ranks and wait for their end. Idempotent."""
 
 
 class RankEngine(Protocol):
@@ -57,14 +57,14 @@ class RankEngine(Protocol):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The variables that a rank has before it is told any."""
+        """The environment of a rank before paceline adds its variables."""
 
     def open(self) -> Processes:
         """Begin an attempt."""
 
 
 class ThisMachine:
-    """Ranks are processes here, and have the variables of this one."""
+    """Ranks are local processes and inherit this process's environment."""
 
     @property
     def environment(self) -> Mapping[str, str]:

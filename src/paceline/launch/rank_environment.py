@@ -1,4 +1,4 @@
-"""What a rank is told at its start: its environment variables, and the port at which ranks find each other."""
+"""The start parameters of a rank: its environment variables, and the port at which ranks find each other."""
 
 import socket
 from collections.abc import Mapping
@@ -8,22 +8,22 @@ from paceline.launch.job import Job
 from paceline.rank_report import MEMBER_NAME
 
 LOOPBACK = "127.0.0.1"
-# Unless the user has set them.
+# Set unless the user has set them.
 DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-# Of ranks that outlive others, in an elastic job or a notebook. They abort NCCL and go on: nothing of its own may end
-# their process, or wait. And torch prints stack frames of its C++ when the rank that held the store is gone: that is
-# nothing to worry about there.
+# For ranks that survive others, in an elastic job or a notebook. They abort NCCL and continue, so NCCL must not end
+# their process, or wait. And torch prints C++ stack frames when the rank that ran the store has died, which is
+# harmless there.
 SURVIVORS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # 15 s by default, and four times as long until a group is let go of
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # 15 s by default, and four times as long until a group is released
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
@@ -44,7 +44,8 @@ def rendezvous_variables(rank: int, size: int, port: int) -> dict[str, str]:
 def environment_of(
     job: Job, rank: int, port: int, attempt: int, inherited: Mapping[str, str], member: int | None = None
 ) -> dict[str, str]:
-    """All variables of one rank, or of one `member` of an elastic job: those that it inherits, torchrun's, and ours."""
+    """All variables of one rank, or of one `member` of an elastic job: the inherited ones, torchrun's, and
+    paceline's."""
     found = {**inherited, **job.environment}
     found.update(
         rendezvous_variables(rank, job.ranks, port),
@@ -71,7 +72,7 @@ def environment_of(
 def reserve_port(port: int = 0, host: str = LOOPBACK) -> socket.socket:
     """Hold a port of this machine, any free one for 0, until the socket is closed.
 
-    The socket is bound and does not listen. Linux then gives the port to nobody who did not name it, and lets rank 0
+    The socket is bound but does not listen. Linux then assigns the port to no other process, and lets rank 0
     bind and listen beside it.
     """
     holder = socket.socket()
@@ -82,7 +83,7 @@ def reserve_port(port: int = 0, host: str = LOOPBACK) -> socket.socket:
             with socket.socket() as probe:
                 probe.settimeout(1.0)
                 if probe.connect_ex((host, port)) == 0:
-                    raise OSError("someone listens there already")
+                    raise OSError("another process already listens there")
     except OSError as error:
         holder.close()
         raise UsageError(

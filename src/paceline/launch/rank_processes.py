@@ -1,4 +1,4 @@
-"""The launcher's end of the reaper: it starts ranks, sends them signals, and learns how they exit."""
+"""The launcher's end of the reaper: starts ranks, sends them signals, and receives their exits."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ class RankStarted:
 
 @dataclass(frozen=True)
 class RankExited:
-    """The process of a rank has exited, or could not be started, for the reason in `never`."""
+    """The process of a rank has exited, or could not be started, with the reason in `never`."""
 
     rank: int
     code: int = 0
@@ -38,7 +38,7 @@ class RankExited:
     never: str = ""
     with_reaper: bool = False  # the kernel killed it because the reaper had died
     out_of_memory: bool = False
-    lost: str = ""  # its machine does not answer, so nothing more is known of it
+    lost: str = ""  # its machine does not answer, so its state is unknown
 
     @property
     def how(self) -> str:
@@ -59,12 +59,12 @@ class RankProcesses:
 
     def __init__(self, streams: int | None = None) -> None:
         self.living: dict[int, int] = {}  # rank → process id, 0 while it is not known
-        self.unkillable: list[int] = []  # what was left of the ranks when the reaper had died
+        self.unkillable: list[int] = []  # processes of the ranks that were left when the reaper had died
         self.reaper_died = False
         self._partial = b""
         self._oom_kills = oom_kills()
         self._control, theirs = socket.socketpair()
-        # Isolated, and without site packages: what breaks the environment of the ranks does not break the reaper's.
+        # Isolated, and without site packages: a broken environment of the ranks does not break the reaper.
         command = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(theirs.fileno())]
         with theirs:
             self._reaper = subprocess.Popen(
@@ -94,7 +94,7 @@ class RankProcesses:
     ) -> None:
         """Start a rank that writes to the descriptors `out` and `err`, which this process may close afterwards.
 
-        It inherits the descriptors in `named` too, and environment variables of these names tell it their numbers. With
+        It also inherits the descriptors in `named`, whose numbers are in environment variables of these names. With
         `stdin` it reads the reaper's standard input.
         """
         named = named or {}
@@ -114,16 +114,15 @@ class RankProcesses:
         self._send(signal=int(number), rank=rank)
 
     def abort(self, rank: int) -> None:
-        """Have a rank write where its threads are, and die."""
-        # On this signal faulthandler writes where each thread is. A core dump, which may take minutes to write, is not
-        # wanted.
+        """Make a rank dump its threads' stacks and abort."""
+        # On this signal faulthandler writes where each thread is. A core dump, which may take minutes, is not wanted.
         with contextlib.suppress(OSError):
             resource.prlimit(self.living[rank], resource.RLIMIT_CORE, (0, 0))
         self.signal(signal.SIGABRT, rank)
         self.signal(signal.SIGCONT, rank)
 
     def status(self, rank: int) -> ProcessStatus:
-        """What the kernel says of a rank."""
+        """The kernel's status of a rank."""
         return read_status(self.living.get(rank, 0))
 
     def stopped_children(self, rank: int) -> list[int]:
@@ -145,14 +144,14 @@ class RankProcesses:
             found += map(self._event, lines)
         living, self.living = self.living, {}
         if living:
-            # The kernel kills the ranks, but not what they had started. Nothing may interfere with the next attempt.
+            # The kernel kills the ranks, but not their descendants, which must not interfere with the next attempt.
             self.unkillable = reaper.end_sessions([pid for pid in living.values() if pid])
         return [*found, *(RankExited(rank, killed_by=signal.SIGKILL, with_reaper=True) for rank in living)]
 
     def _event(self, line: bytes) -> RankStarted | RankExited:
         event: RankStarted | RankExited = read_json(_EVENT, line, "an event of the reaper")
         if event.rank not in self.living:
-            raise Malformed(f"expected an event of a rank that lives, got {event}")
+            raise Malformed(f"expected an event of a living rank, got {event}")
         if isinstance(event, RankStarted):
             self.living[event.rank] = event.pid
             return event
@@ -169,7 +168,7 @@ class RankProcesses:
             self._control.sendall(line[sent:])
 
     def close(self) -> None:
-        """Have the reaper kill all that is left of the ranks, and wait until it has exited. Idempotent."""
+        """Make the reaper kill all remaining processes of the ranks, and wait until it has exited. Idempotent."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
         try:

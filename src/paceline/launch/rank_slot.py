@@ -1,4 +1,4 @@
-"""The launcher's view of one rank: what it writes, its log, and how it ended."""
+"""The launcher's view of one rank: its output, its log, and how it ended."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ from paceline.launch.tracebacks import begins, is_whole
 from paceline.stored.directory import open_to_write
 
 CHUNK = 1 << 16
-# A rank whose traceback is followed by other output has caught it. Dying takes a while on a busy machine, and is
+# A rank whose traceback is followed by other output has caught it. Exiting takes a while on a busy machine, and is
 # accompanied by warnings of torch and by what Python says about chained exceptions.
 HOLD_S = 10.0
 PAUSE_S = 0.3
-MOST_HELD = 5000  # lines; of whoever writes more, the traceback is not what matters
+MOST_HELD = 5000  # lines; beyond that the output is no traceback
 AFTER_TRACEBACK = (" ", "[", "During handling", "The above exception", "Exception ignored", "terminate called")
 
 
@@ -62,8 +62,8 @@ def _goes_on(lines: list[str]) -> bool:
 
 
 class RankLog:
-    """The file that gets all that the processes of one slot write, secrets perhaps, so it is the user's alone. `note`
-    receives what is wrong with it."""
+    """The log of all output of one slot. It may hold secrets, so only the user can read it. `note` receives errors
+    about it."""
 
     def __init__(self, path: Path, again: bool, note: Callable[[str], None]) -> None:
         self._path, self._note = path, note
@@ -80,10 +80,10 @@ class RankLog:
         if self._file is None:
             return
         try:
-            while data:  # what a disk has no room for is written in part first
+            while data:  # a nearly full disk takes part of it first
                 data = data[self._file.write(data) :]
         except OSError as error:
-            # A full disk is no reason to end a training.
+            # A full disk must not end the training.
             self.close()
             self._note(f"{self._path} is no longer written: {error.strerror or error}")
 
@@ -106,14 +106,14 @@ class RankSlot:
         self.asked_at: float | None = None  # when it alone was asked to end
         is_member = member is not None
         self.out, self.err, self.reports = Lines(rank, is_member), RankErrors(rank, is_member), ReportReader()
-        self.pipes: dict[str, int] = {}  # our ends of "out", "err" and "report"
+        self.pipes: dict[str, int] = {}  # the launcher's ends of "out", "err" and "report"
         self._log = log
-        self._membership: int | None = None  # our end of the pipe in which a member is told about its generation
+        self._membership: int | None = None  # the launcher's end of the pipe to a member
         self._untold = b""
 
     @contextmanager
     def open_pipes(self) -> Iterator[dict[str, int]]:
-        """Make the pipes. Inside, the rank's ends are open, for the rank to be started with them."""
+        """Make the pipes. Within the context the rank's ends are open, to be passed to the rank."""
         theirs: dict[str, int] = {}
         try:
             for name in ("out", "err", "report"):
@@ -128,7 +128,7 @@ class RankSlot:
                 os.close(descriptor)
 
     def read(self, pipe: str) -> bytes | None:
-        """What has come: None when nothing has, empty when nothing ever will again. The log gets it too."""
+        """Read available data: None if there is none yet, empty at the end of the pipe. It is also logged."""
         try:
             data = os.read(self.pipes[pipe], CHUNK)
         except BlockingIOError:
@@ -138,14 +138,14 @@ class RankSlot:
         return data
 
     def tell(self, line: bytes = b"") -> None:
-        """Write a line to a member; what its pipe has no room for now, the next call writes."""
+        """Write a line to a member; data that does not fit into the pipe now is written by the next call."""
         self._untold += line
         while self._untold and self._membership is not None:
             try:
                 self._untold = self._untold[os.write(self._membership, self._untold) :]
             except BlockingIOError:
                 return
-            except BrokenPipeError:  # it is about to be seen that it has ended
+            except BrokenPipeError:  # its exit is about to be noticed
                 self._untold = b""
 
     def tail(self) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""What a launcher sees of its ranks from outside: what they note, what the kernel says of them, and where they rest."""
+"""The launcher's view of its ranks: their notes, the kernel's status of them, and the lines at which they have
+stopped."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,11 +15,11 @@ from paceline.launch.watchdog import FROZE, STOPPED_S, Hang, Watchdog, is_silent
 from paceline.phase import Phase
 from paceline.process_status import ProcessStatus
 
-Judged = Callable[[Mapping[int, Mark]], Mapping[int, Mark] | None]
+Watched = Callable[[Mapping[int, Mark]], Mapping[int, Mark] | None]
 
 
 class RankWatch:
-    """Looks at all ranks about twice a second, names those that are late, and finds those that hang."""
+    """Checks all ranks about twice a second, reports those that are late, and finds those that hang."""
 
     def __init__(
         self, ranks: Sequence[int], timeout_s: float | None, board: ProgressBoard, note: Callable[[str], None]
@@ -28,11 +29,11 @@ class RankWatch:
         self._note = note
         self._plain = PlainScripts(timeout_s)
         self._stragglers = Stragglers()
-        self._rests: dict[int, tuple[float, list[str]]] = {}  # where ranks rested, and when they said so
-        self._bystander_stopped: dict[int, float] = {}  # since when a rank that nobody waits for is stopped
+        self._rests: dict[int, tuple[float, list[str]]] = {}  # where ranks have stopped, and when they reported it
+        self._bystander_stopped: dict[int, float] = {}  # since when a rank that no other waits for is stopped
 
-    def heard(self, rank: int, kind: str, fields: Mapping[str, Any]) -> None:
-        """A rank has reported something, perhaps where it rests."""
+    def on_report(self, rank: int, kind: str, fields: Mapping[str, Any]) -> None:
+        """A rank has reported something, perhaps the line at which it has stopped."""
         if kind == "rests" and isinstance(stack := fields.get("stack"), list):
             self._rests[rank] = time.monotonic(), [str(line) for line in stack]
 
@@ -43,10 +44,10 @@ class RankWatch:
         self._plain.forget(rank)
         self._rests.pop(rank, None)
 
-    def look(self, now: float, processes: Processes, judged: Judged) -> Hang | None:
-        """Ranks that hang, if any do; `judged` says of the running ones who it may be."""
+    def look(self, now: float, processes: Processes, watched: Watched) -> Hang | None:
+        """The ranks that hang, if any do; `watched` filters the running ranks that may be blamed."""
         living = [rank for rank, pid in processes.living.items() if pid]
-        marks = judged({rank: self._board.read(rank) for rank in living})
+        marks = watched({rank: self._board.read(rank) for rank in living})
         if marks is None:
             return None
         statuses = {rank: processes.status(rank) for rank in living}
@@ -56,9 +57,9 @@ class RankWatch:
     def _stopped_bystander(
         self, now: float, marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus]
     ) -> Hang | None:
-        """One that nobody waits for, as a spare, may take as long as it likes; but if it is stopped it is no use."""
+        """A rank that no other waits for, such as a spare, may take any time; but a stopped one is useless."""
         stopped = {rank for rank in statuses.keys() - marks.keys() if statuses[rank].stopped}
-        if stopped == statuses.keys():  # someone pauses the job
+        if stopped == statuses.keys():  # the user has paused the job
             stopped = set()
         self._bystander_stopped = {rank: self._bystander_stopped.get(rank, now) for rank in stopped}
         for rank, since in self._bystander_stopped.items():
@@ -83,21 +84,21 @@ class RankWatch:
             others = [other for other, mark in marks.items() if mark.phase is Phase.WAITING]
             waiting = f"{name_ranks(others)} wait{'s' if len(others) == 1 else ''} for it"
             stopped = ": it is stopped (process state T)" if statuses[rank].stopped else ""
-            silent = ": native code keeps the interpreter's lock (GIL)" if is_silent(beats[rank], now) else ""
+            silent = ": native code holds the interpreter's lock (GIL)" if is_silent(beats[rank], now) else ""
             where = stopped or silent or self._line(rank, marks[rank].at)
             self._note(f"rank {rank} makes no progress {how}{where}; {waiting}")
         return None
 
     def shortfall(self, grace_s: float) -> str:
-        """What is to be said when ranks have `grace_s` to save and leave."""
+        """The warning if ranks that have `grace_s` seconds to save and leave may need longer."""
         return self._watchdog.shortfall(grace_s)
 
-    def tick(self, ranks: Collection[int], judged: Judged) -> None:
-        """Look at what ranks do just now, to find one that is slow."""
-        if said := self._stragglers.look(judged({rank: self._board.read(rank) for rank in ranks}) or {}):
+    def tick(self, ranks: Collection[int], watched: Watched) -> None:
+        """Sample what ranks are doing, to find a slow one."""
+        if said := self._stragglers.look(watched({rank: self._board.read(rank) for rank in ranks}) or {}):
             self._note(said)
 
     def _line(self, rank: int, since: float) -> str:
-        """Where the rank has rested since then, if it has said so."""
+        """The line at which the rank has stopped since then, if it has reported one."""
         at, stack = self._rests.get(rank, (0.0, []))
         return f", in {own_line(stack)}" if at > since and stack else ""

@@ -2,10 +2,10 @@
 all their descendants.
 
 A program of its own that uses the standard library alone (`rank_processes.py` is the launcher's end). It reads JSON
-lines from a socket: ranks to start, with the descriptors they are to have, and signals to forward. When the launcher
-closes the socket, or dies in whatever way, the reaper kills every process that descends from it, including those that
-left their session: it is their subreaper, so they cannot escape it. When the reaper itself dies, the kernel kills the
-ranks, and `end_sessions` ends what the ranks had started.
+lines from a socket: ranks to start, with their descriptors, and signals to forward. When the launcher closes the
+socket, or dies, the reaper kills every process that descends from it, including those that left their session: it is
+their subreaper, so they cannot escape it. When the reaper itself dies, the kernel kills the ranks, and `end_sessions`
+ends what the ranks had started.
 """
 
 import contextlib
@@ -51,10 +51,10 @@ class Reaper:
         self._started: list[subprocess.Popen[bytes]] = []
         self._living: dict[int, int] = {}  # process id → rank
         self._partial = b""
-        self._descriptors: list[int] = []  # received, in the order of the ranks that are to have them
+        self._descriptors: list[int] = []  # received, in the order of the ranks that will get them
 
     def serve(self) -> None:
-        """Work until the launcher has gone."""
+        """Work until the launcher has ended."""
         wake, wakened = os.pipe()
         ready_to_read = select.poll()  # not select(), which knows no descriptor above 1023
         ready_to_read.register(self._control, select.POLLIN)
@@ -70,10 +70,10 @@ class Reaper:
                 self._reap()
                 if self._control.fileno() in ready and not self._receive():
                     return
-                if os.getppid() != self._launcher:  # dead, though a child that it forked holds the socket open
+                if os.getppid() != self._launcher:  # it is dead, though a child that it forked holds the socket open
                     return
         except (BrokenPipeError, ConnectionResetError):
-            return  # the launcher is gone, and there is nobody to report to
+            return  # the launcher has ended, so there is no one to report to
         finally:
             self._kill_descendants()
 
@@ -101,7 +101,7 @@ class Reaper:
         own, self._descriptors = self._descriptors[: 2 + len(named)], self._descriptors[2 + len(named) :]
         out, err, *passed = own
         for name, descriptor in zip(named, passed, strict=True):
-            # With its inode, so that a program which inherits the variable alone does not take another file for it.
+            # With its inode, so that a program that inherits only the variable does not mistake another file for it.
             environment[name] = f"{descriptor}:{os.fstat(descriptor).st_ino}"
         try:
             child = subprocess.Popen(
@@ -141,7 +141,7 @@ class Reaper:
                         os.kill(pid, number)
 
     def _reap(self) -> None:
-        """Report ranks that ended, and collect orphans."""
+        """Report ranks that ended, and reap orphans."""
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -151,7 +151,7 @@ class Reaper:
                 return
             rank = self._living.pop(found.si_pid, None)
             if rank is not None:
-                _kill_group(found.si_pid)  # while its number cannot be given to anyone else
+                _kill_group(found.si_pid)  # while its number cannot be reused
             os.waitpid(found.si_pid, 0)
             if rank is not None:
                 died = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
@@ -172,10 +172,10 @@ class Reaper:
 
 
 def end_sessions(leaders: Collection[int]) -> list[int]:
-    """Kill all processes in the sessions of `leaders`, wait for their end, and return those that would not.
+    """Kill all processes in the sessions of `leaders`, wait for their end, and return those that did not end.
 
-    For a launcher whose reaper was killed. A rank leads a session of its own, and the number of a session is given to
-    nobody else while one process is in it.
+    For a launcher whose reaper was killed. A rank leads a session of its own, and the number of a session is not reused
+    while a process is in it.
     """
 
     def members() -> list[int]:
@@ -185,7 +185,7 @@ def end_sessions(leaders: Collection[int]) -> list[int]:
 
 
 def _kill_until_gone(find: Callable[[], list[int]], within_s: float) -> list[int]:
-    """Kill what `find` returns until it returns nothing: whoever forks meanwhile is found in the next round."""
+    """Kill what `find` returns until it returns nothing: processes forked meanwhile are found in the next round."""
     until = time.monotonic() + within_s
     while (left := find()) and time.monotonic() < until:
         for pid in left:

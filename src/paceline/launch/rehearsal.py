@@ -1,4 +1,4 @@
-"""The faults that a job is to have: armed in its ranks, and counted as they happen, so that none happens too often."""
+"""The injected faults of a job: armed in its ranks, and counted as they happen, so that none happens too often."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -9,24 +9,24 @@ from paceline.faults.fault import FAULTS_NAME, Fault, format_all, once_less, par
 
 
 class Rehearsal:
-    """What is left of a job's faults. A rank that is started again is given only these."""
+    """The remaining faults of a job. A restarted rank gets only these."""
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self.left = faults
         self._any = bool(faults)
 
-    def heard(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """A rank has reported something, perhaps that it is about to have a fault."""
+    def on_report(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """A rank has reported something, perhaps that a fault is about to happen."""
         if kind == "fault":
-            with suppress(UsageError):  # another program may write to the pipe: then none of ours has happened
+            with suppress(UsageError):  # another program may write to the pipe: then no fault has happened
                 self.left = once_less(self.left, parse(str(fields.get("fault"))))
 
     def environment(self) -> dict[str, str]:
-        """The variables that arm a rank. They replace the launcher's own, also when nothing is left."""
+        """The variables that arm a rank. They replace the launcher's own, even if nothing is left."""
         return {FAULTS_NAME: format_all(self.left)} if self._any else {}
 
     def unmet(self) -> str:
-        """What to say of faults that have not happened when the job is over."""
+        """The message about faults that have not happened by the end of the job."""
         if not self.left:
             return ""
         named = "; ".join(map(str, self.left))

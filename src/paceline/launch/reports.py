@@ -1,4 +1,4 @@
-"""What ranks report and note, as their launcher reads it."""
+"""The launcher's side of ranks' reports and notes."""
 
 import json
 import mmap
@@ -13,7 +13,7 @@ MAX_LINE = 1 << 20
 
 
 class ReportReader:
-    """The launcher's end: bytes of one rank in, whole reports out. A line that is not one of ours is dropped."""
+    """The launcher's end: bytes of one rank in, whole reports out. Lines that are not reports are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -36,7 +36,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 class Mark(NamedTuple):
-    """What a rank has noted last, and when, on the monotonic clock. STARTING: it has never noted anything."""
+    """The last note of a rank, and its time on the monotonic clock. STARTING: there is none yet."""
 
     phase: Phase
     step: int
@@ -51,27 +51,27 @@ class ProgressBoard:
     """The notes of all ranks. The launcher reads those of a rank whether that rank runs, hangs or is dead."""
 
     def __init__(self, ranks: int) -> None:
-        # Memory alone: nothing is left when all its holders have ended.
+        # Anonymous memory: nothing is left when all its holders have ended.
         self.descriptor = os.memfd_create("paceline-progress")
         os.ftruncate(self.descriptor, ranks * PROGRESS_SLOT)
         self._memory = mmap.mmap(self.descriptor, ranks * PROGRESS_SLOT)
 
     def read(self, rank: int) -> Mark:
-        """What a rank has noted last."""
+        """The last note of a rank."""
         stamp, step, phase = NOTE.unpack_from(self._memory, rank * PROGRESS_SLOT)
         if stamp == 0:
             return Mark(Phase.STARTING, -1, 0.0)
-        # A foreign program may have written anything there.
+        # Another program may have written anything there.
         known = Phase(phase) if phase in Phase.__members__.values() else Phase.IDLE
         return Mark(known, step, stamp / 1e9)
 
     def beat(self, rank: int) -> float:
-        """When a thread of a rank ran last, on the monotonic clock; 0 if it has none that says so."""
+        """When Python last ran in a rank, on the monotonic clock; 0 if it has no heartbeat."""
         beat: int = BEAT.unpack_from(self._memory, rank * PROGRESS_SLOT + BEAT_AT)[0]
         return beat / 1e9
 
     def copy(self, rank: int) -> bytes:
-        """All that a rank has noted, for `paste_notes`."""
+        """All notes of a rank, for `paste_notes`."""
         return self._memory[rank * PROGRESS_SLOT : (rank + 1) * PROGRESS_SLOT]
 
     def clear(self, rank: int) -> None:
@@ -84,7 +84,7 @@ class ProgressBoard:
 
 
 def paste_notes(memory: mmap.mmap, rank: int, noted: bytes, clock_ns: int) -> None:
-    """Note on a board what a rank has noted on another machine, to whose clock `clock_ns` has to be added."""
+    """Copy a rank's notes from another machine to a board; `clock_ns` is added to that machine's clock."""
     stamp, step, phase = NOTE.unpack_from(noted)
     beat = BEAT.unpack_from(noted, BEAT_AT)[0]
     NOTE.pack_into(memory, rank * PROGRESS_SLOT, stamp + clock_ns if stamp else 0, step, phase)

@@ -1,4 +1,4 @@
-"""When to stop trying again: a step that fails in the same way in two generations fails in a third."""
+"""When to stop trying again: a step that fails in the same way in two generations will fail in a third."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ TRIES = 2
 
 @dataclass
 class Retries:
-    """What has failed, at which step, in which generations."""
+    """The failures so far, by step and generation."""
 
     _seen: dict[tuple[int, str], set[int]] = field(default_factory=dict)
 
     def is_hopeless(self, generation: int, step: int, cause: str) -> bool:
-        """Note a failure; say whether there is no use in another try.
+        """Record a failure; return True if another try would be useless.
 
-        Ranks that fail together count once: a file system that was away for a moment fails on all of them.
+        Ranks that fail together count once: a file system that is briefly unavailable fails on all of them.
         """
         tried = self._seen.setdefault((step, kind_of(cause)), set())
         tried.add(generation)
@@ -23,5 +23,5 @@ class Retries:
 
 
 def kind_of(cause: str) -> str:
-    """What is the same where texts differ in a number or a path: an exception's name, or how a process died."""
+    """The part of a cause without numbers and paths: an exception's name, or how a process died."""
     return re.split(r":\s", cause, maxsplit=1)[0]

@@ -22,7 +22,7 @@ class PendingSignals:
     def __enter__(self) -> "PendingSignals":
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
-                # Whoever started the launcher with a signal ignored, as nohup does, wants it ignored.
+                # A signal that the launcher inherits as ignored, as under nohup, stays ignored.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, lambda number, _: self._pending.append(number))
         return self

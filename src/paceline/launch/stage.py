@@ -1,4 +1,4 @@
-"""The stages of an elastic job, and which may follow which: `launch/coordinator.py` says what each of them is."""
+"""The stages of an elastic job, and their allowed order: see `launch/coordinator.py`."""
 
 from enum import Enum, auto
 

@@ -1,10 +1,9 @@
-"""Which rank is slower than the others: told from what ranks are found doing when the launcher looks, twenty times a
-second.
+"""Finds a rank that is slower than the others, by sampling what all ranks are doing twenty times a second.
 
-A slow rank does its own work while the others wait for it after their backward. A long wait is noted as one; a short
-one looks like the script's own code between steps. So a rank is slow if the others are found waiting and it is not, or
-if it is found in data, forward, backward and update much more often than the others are. A script that is slow between
-steps by less than a tenth of a second is not seen, nor is a device that is slow while its host runs ahead.
+A slow rank works while the others wait for it after their backward. A long wait is noted as one; a short one looks like
+the script's own code between steps. So a rank is slow if the others are found waiting and it is not, or if it is found
+in data, forward, backward and update much more often than the others. Not detected: a script that is slow between steps
+by less than a tenth of a second, and a slow device whose host runs ahead.
 """
 
 from collections import Counter
@@ -14,7 +13,7 @@ from statistics import median
 from paceline.launch.reports import Mark
 from paceline.phase import Phase
 
-# So many looks, over so many steps, are a sample: five seconds at least.
+# This many looks, over this many steps, make a sample: at least five seconds.
 LOOKS = 100
 STEPS = 20
 # A slow rank is found at its own work this much more often than the middle one of the others is, or they are found
@@ -25,7 +24,7 @@ _IN_STEP = (*_OWN, Phase.BETWEEN, Phase.WAITING)
 
 
 class Stragglers:
-    """Finds slow ranks of one attempt, and names each of them once."""
+    """Finds slow ranks of one attempt, and reports each of them once."""
 
     def __init__(self) -> None:
         self._named: set[int] = set()
@@ -37,9 +36,9 @@ class Stragglers:
         self._waiting: Counter[int] = Counter()
 
     def look(self, marks: Mapping[int, Mark]) -> str:
-        """Take in what ranks do now. Returns what to say of a slow rank, or nothing."""
+        """Add a sample of what ranks are doing. Returns a message about a slow rank, or an empty string."""
         if len(marks) < 2 or any(mark.phase not in _IN_STEP for mark in marks.values()):
-            return ""  # someone evaluates or saves, and the others may well wait
+            return ""  # a rank evaluates or saves, so the others may wait legitimately
         step = min(mark.step for mark in marks.values())
         if self._first_step < 0 or step < self._first_step:
             self._restart()

@@ -19,14 +19,14 @@ def supervise(job: Job, listener: Listener, engine: RankEngine | None = None) ->
     """Run a job to its end: start its ranks, watch them, and restart them as often as the job allows.
 
     Signals to this process are forwarded to the ranks if it is called in the main thread. When it returns, or when this
-    process dies in whatever way, no process of the job is left on this machine, nor on those of another `engine`.
+    process dies, no process of the job is left on this machine, or on those of another `engine`.
     """
     _check_open_files(job.slots)
     rehearsal = Rehearsal(job.faults)
     engine = engine or ThisMachine()
     with PendingSignals() as signals:
         for attempt in range(job.max_restarts + 1):
-            # A restart takes another port: somebody may still be connected to the old one.
+            # A restart uses another port: processes may still be connected to the old one.
             with reserve_port(0 if attempt else job.master_port) as port:
                 outcome = Attempt(job, attempt, port.getsockname()[1], listener, signals, rehearsal, engine).run()
             final = outcome.final or outcome.signal or outcome.exit_code in job.final_codes

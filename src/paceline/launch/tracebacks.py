@@ -1,4 +1,4 @@
-"""Tracebacks read back from text: Python's, as a rank that fails writes it to standard error, and IPython's."""
+"""Tracebacks read back from text: Python's, as a failing rank writes them to standard error, and IPython's."""
 
 import re
 import textwrap
@@ -9,7 +9,7 @@ from itertools import takewhile
 HEADER = "Traceback (most recent call last):"
 GROUP_HEADER = "  + Exception Group Traceback (most recent call last):"
 FATAL = "Fatal Python error:"  # faulthandler's, before the stacks of all threads
-IGNORED = "Exception ignored "  # before the traceback of an error in a destructor, which ends nothing
+IGNORED = "Exception ignored "  # before the traceback of an error in a destructor, which does not end the process
 MAX_DETAIL = 10
 LEAST_FRAMES = 3
 LINE, MAX_LINES = 240, 4  # of a message
@@ -46,7 +46,7 @@ class Frame:
 class Section:
     """One exception: its frames, the outermost first, and its message. `leads` says how it led to the next one.
 
-    `parts` are, of a group, the exceptions in it: a frame, then a message.
+    `parts` are the exceptions of a group: a frame, then a message.
     """
 
     frames: tuple[Frame, ...]
@@ -61,7 +61,7 @@ class Section:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The message; of a group, the messages of its exceptions."""
+        """The message; for a group, the messages of its exceptions."""
         inside = tuple(line for line in self.parts if not (line.startswith(" ") or _GROUP.search(line)))
         return inside or (" ".join(self.message),)
 
@@ -129,7 +129,7 @@ def without_colours(text: str) -> str:
 
 
 def begins(line: str) -> bool:
-    """Whether Python begins to report an error in this line."""
+    """Whether this line begins a traceback."""
     return line.startswith((HEADER, GROUP_HEADER, FATAL))
 
 
@@ -144,7 +144,7 @@ def is_whole(lines: Sequence[str]) -> bool:
 
 
 def last_traceback(tail: Sequence[str]) -> Section | None:
-    """The last one in a rank's last lines that may have ended it."""
+    """The last traceback in a rank's last lines that may have ended it."""
     starts = [
         number
         for number, line in enumerate(tail)
@@ -156,7 +156,7 @@ def last_traceback(tail: Sequence[str]) -> Section | None:
     if not tail[starts[-1]].startswith(GROUP_HEADER):
         return _plain(body)
     inside = next((number for number, line in enumerate(body) if line.startswith("  +")), len(body))
-    # Where a frame repeats, Python 3.11 forgets the bar.
+    # For repeated frames, Python 3.11 omits the bar.
     outer = _plain([line.removeprefix("  | ") for line in body[:inside]])
     return None if outer is None else replace(outer, parts=_parts(body[inside:]))
 
@@ -171,11 +171,11 @@ def _plain(body: Sequence[str]) -> Section | None:
 
 
 def _parts(lines: Sequence[str]) -> tuple[str, ...]:
-    """Of each exception in a group its last frame and the first line of its message."""
+    """The last frame and the first line of the message of each exception in a group."""
     found: list[str] = []
     frame = ""
     for line in lines:
-        if not _BARS.match(line):  # not the group's any more
+        if not _BARS.match(line):  # after the end of the group
             continue
         text = _BARS.sub("", line).removeprefix(" ")
         if text.startswith("  File "):
@@ -204,8 +204,8 @@ def thread_stack(tail: Sequence[str]) -> tuple[str, ...]:
 
 
 def main_stack(tail: Sequence[str]) -> tuple[str, ...]:
-    """The same of the main thread, which comes last: where a rank rests that was aborted for it. The current thread is
-    then only the one that has received the signal."""
+    """The same for the main thread, which comes last: where an aborted rank had stopped. The current thread is then
+    only the one that received the signal."""
     starts = _threads(tail)
     return _frames_after(tail, starts[-1]) if starts else ()
 
@@ -224,14 +224,14 @@ def _frames_after(tail: Sequence[str], start: int) -> tuple[str, ...]:
 
 
 def own_line(stack: Sequence[str]) -> str:
-    """Of a stack with the innermost frame first, the first line that is the user's: `train.py:12 in loss`."""
+    """The user's innermost line of a stack: `train.py:12 in loss`."""
     found = [(match, line) for line in stack if (match := _FILE.match(line)) and match["quoted"]]
     match, line = next((one for one in found if not package_of(one[0]["quoted"])), found[0] if found else (None, ""))
     return f"{match['quoted']}:{match['line']}{line[match.end() :]}" if match else ""
 
 
 def wrapped(text: str) -> list[str]:
-    """A message in a few lines. It ends with what to do, so if it is too long the middle is left out."""
+    """A message in a few lines. The end says what to do, so the middle of a long message is left out."""
     lines = textwrap.wrap(text, LINE, break_on_hyphens=False) or [text]
     return lines if len(lines) <= MAX_LINES else [*lines[: MAX_LINES - 2], "…", lines[-1]]
 

@@ -1,22 +1,22 @@
-"""Finds ranks that run but make no progress: by what they noted, by the CPU time they use, and by learned times.
+"""Finds ranks that run but make no progress: by their notes, their CPU time, and learned times.
 
 A rank hangs when it has noted nothing for longer than its phase allows:
 
     forward, backward, optimizer, data      the limit: --hang-timeout, or else learned from the steps seen
-    between steps, in code we cannot see    twice --hang-timeout, or else CEILING_S; IDLE_S for one that does nothing
+    between steps, in the script's code    twice --hang-timeout, or else CEILING_S; IDLE_S for one that does nothing
     evaluation, checkpoint                  CEILING_S, or --hang-timeout if that is longer
-    waiting for other ranks                 never, as long as any rank does something else, which is then judged. When
+    waiting for other ranks                 never, while any rank does something else, which is then checked. When
                                             all ranks wait, they wait for each other: the limit
-    not begun, done, nothing ever noted     never: other people's scripts may be as slow as they like
+    not begun, done, nothing ever noted     never: such scripts may take any time
 
-Without --hang-timeout the second and third are judged only while another rank waits: a script may take all the time it
-needs for what it does when its training is over. In them, files that are read or written count as progress.
+Without --hang-timeout the second and third apply only while another rank waits: a script may take all the time it
+needs after its training. In them, reading or writing files counts as progress.
 
-A rank that was stopped (SIGSTOP) hangs after STOPPED_S whatever it did and whatever it runs; if all were stopped, only
-those of our own scripts. So does, after twice that, one that does nothing because a process that it has started was
-stopped: a Loader has named its workers by then.
+A rank that was stopped (SIGSTOP) counts as hung after STOPPED_S, whatever it was doing; if all were stopped, only
+those that use paceline's class. So does, after twice that, one that does nothing because a process it started was
+stopped: by then a Loader has reported its workers.
 
-Every note starts the clock anew, so a slow evaluation or save of many parts is not touched.
+Every note restarts the clock, so a slow evaluation or save in many parts is not ended.
 """
 
 from collections import deque
@@ -28,33 +28,32 @@ from paceline.phase import Phase
 from paceline.process_status import ProcessStatus
 
 # A step may take FACTOR times the median of the steps seen, or LONGEST times the longest of them, but at least FLOOR_S:
-# file systems and compilers take their time. Before steps were seen, and in phases that come seldom and last long, it
-# may take CEILING_S.
+# file systems and compilers may be slow. Before any step was seen, and in rare, long phases, it may take CEILING_S.
 FACTOR = 10.0
 LONGEST = 3.0
 FLOOR_S = 20.0
 CEILING_S = 600.0
 LEARN_FROM = 3
 REMEMBER = 101
-# How much longer than a step the code between steps may take, where the user has said how long a step may take.
+# How much longer than a step the code between steps may take, if the user has set the limit of a step.
 BETWEEN = 2.0
-# A stopped process does nothing at all, so less patience is needed; a pause of two seconds is forgiven.
+# A stopped process does nothing at all, so a short limit suffices; a pause of two seconds is allowed.
 STOPPED_S = 4.0
 # A process that does nothing between steps, while others wait for it: this long.
 IDLE_S = 180.0
-# Files of this size are progress.
+# Reading or writing this many bytes is progress.
 MOVED = 1 << 20
 # A rank whose threads have not run for this long holds the interpreter's lock in native code.
 SILENT_S = 1.7
-# A rank is named as late, and left alone, when another waits and it has noted nothing for the longest of these: some
-# steps; seconds, and more of them where it may well take long. Before there were steps, LATE_FIRST_S.
+# A rank is reported as late, but not ended, when another waits and it has noted nothing for the longest of these: some
+# steps; seconds, and more of them in phases that may take long. Before there were steps, LATE_FIRST_S.
 LATE_STEPS = 5.0
 LATE_S = 3.0
 LATE_BETWEEN_S = 15.0
 LATE_FIRST_S = 10.0
 # A share of one core over the time watched, below which a process does nothing.
 IDLE_SHARE = 0.02
-# When the launcher itself was not run for this long, the ranks perhaps were not either.
+# If the launcher itself did not run for this long, the ranks may not have run either.
 GAP_S = 2.0
 _UNHURRIED = (Phase.CHECKPOINT, Phase.LOAD, Phase.EVALUATE)
 _FREE = (Phase.IDLE, Phase.DONE)
@@ -69,7 +68,7 @@ _WHERE = {
 
 
 class Hang(NamedTuple):
-    """Ranks that make no progress, and how."""
+    """Ranks that make no progress, and in what way."""
 
     ranks: tuple[int, ...]
     how: str  # continues "rank 1 "
@@ -78,7 +77,7 @@ class Hang(NamedTuple):
 
 
 FROZE, BUSY = "froze", "is busy but making no progress"
-HOLDS_GIL = "hangs in native code that keeps the interpreter's lock (GIL)"
+HOLDS_GIL = "hangs in native code that holds the interpreter's lock (GIL)"
 
 
 def _no_children(_: int) -> list[int]:
@@ -86,7 +85,7 @@ def _no_children(_: int) -> list[int]:
 
 
 class _RankHistory:
-    """What was seen of one rank."""
+    """The observations of one rank."""
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
@@ -94,11 +93,11 @@ class _RankHistory:
         self.moved, self.moved_at = 0, 0.0  # the bytes that it had read and written, and when they were noticed
         self.stopped_since: float | None = None
         self.step_at: tuple[int, float] | None = None
-        self.named: Mark | None = None  # the note at which it was named as late
+        self.named: Mark | None = None  # the note at which it was reported as late
 
 
 class Watchdog:
-    """Looks at all ranks about twice a second. `timeout_s` replaces the learned time."""
+    """Checks all ranks about twice a second. `timeout_s` replaces the learned time."""
 
     def __init__(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
         self._seen = {rank: _RankHistory() for rank in ranks}
@@ -109,11 +108,11 @@ class Watchdog:
         self._woke_at = 0.0  # since when the launcher has run without a gap
 
     def forget(self, rank: int) -> None:
-        """Another process is this rank from now on."""
+        """Another process becomes this rank."""
         self._seen[rank] = _RankHistory()
 
     def patience_s(self, phase: Phase = Phase.FORWARD, *, idle: bool = False) -> float:
-        """How long a rank may note nothing in `phase`."""
+        """How long a rank may go without a note in `phase`."""
         if phase in _UNHURRIED:
             return max(CEILING_S, self._timeout_s or 0.0)
         if self._timeout_s is not None:
@@ -124,7 +123,7 @@ class Watchdog:
         return min(CEILING_S, max(IDLE_S if phase is Phase.BETWEEN else FLOOR_S, learned))
 
     def step_s(self) -> float:
-        """The median of the steps seen; 0 before there were some."""
+        """The median of the steps seen; 0 before there are any."""
         return sorted(self._steps)[len(self._steps) // 2] if len(self._steps) >= LEARN_FROM else 0.0
 
     def shortfall(self, grace_s: float) -> str:
@@ -144,10 +143,10 @@ class Watchdog:
         beats: Mapping[int, float] | None = None,
         stopped_children: Callable[[int], list[int]] = _no_children,
     ) -> Hang | None:
-        """Take in what ranks noted and what the kernel says of them; name those that hang, if any do.
+        """Update from the ranks' notes and the kernel; return the ranks that hang, if any do.
 
-        `beats` says when a thread of each rank ran last, 0 if it has none; `stopped_children` which processes that a
-        rank has started are stopped.
+        `beats` is when Python last ran in each rank, 0 if unknown; `stopped_children` returns the stopped processes
+        that a rank has started.
         """
         slept = self._looked_at is not None and now - self._looked_at > GAP_S
         self._looked_at = now
@@ -160,8 +159,8 @@ class Watchdog:
         deadlock = all(mark.phase is Phase.WAITING for mark in marks.values())
         needed = self._timeout_s is not None or any(mark.phase is Phase.WAITING for mark in marks.values())
         free = {*_FREE, *(() if deadlock else (Phase.WAITING,)), *(() if needed else _OFTEN_LAST)}
-        judged = [rank for rank in noted if marks[rank].phase not in free]
-        stale = [rank for rank in judged if self._age_s(rank, now) > self._limit_s(rank, marks, statuses, now)]
+        watched = [rank for rank in noted if marks[rank].phase not in free]
+        stale = [rank for rank in watched if self._age_s(rank, now) > self._limit_s(rank, marks, statuses, now)]
         return self._name_culprits(stale, marks, statuses, now, beats or {}) if stale else None
 
     def _stopped(
@@ -172,9 +171,9 @@ class Watchdog:
         noted: list[int],
         stopped_children: Callable[[int], list[int]],
     ) -> Hang | None:
-        """Ranks that were stopped, or whose own processes were."""
+        """Ranks that were stopped, or whose child processes were."""
         stopped = tuple(rank for rank in marks if self._has_stopped(rank, now))
-        if self._timeout_s is None and len(stopped) == len(marks):  # someone pauses the job
+        if self._timeout_s is None and len(stopped) == len(marks):  # the user has paused the job
             stopped = tuple(rank for rank in stopped if rank in noted)
         if stopped:
             waited = now - (self._seen[stopped[0]].stopped_since or now)
@@ -193,7 +192,7 @@ class Watchdog:
     def late(
         self, now: float, marks: Mapping[int, Mark], statuses: Mapping[int, ProcessStatus]
     ) -> list[tuple[int, str]]:
-        """Ranks that others wait for, and since when, each of them once: to be named long before any is ended."""
+        """Ranks that others wait for, and since when, once for each: they are reported long before any is ended."""
         waiting = [rank for rank, mark in marks.items() if mark.phase is Phase.WAITING]
         found = []
         for rank, mark in marks.items():
@@ -216,11 +215,11 @@ class Watchdog:
         return self.patience_s(marks[rank].phase, idle=self._used(rank, statuses, now) <= IDLE_SHARE)
 
     def _used(self, rank: int, statuses: Mapping[int, ProcessStatus], now: float) -> float:
-        """The share of a core that it has used since its note."""
+        """The share of a core that it has used since its last note."""
         return (statuses[rank].cpu_s - self._seen[rank].cpu_s) / max(0.001, self._age_s(rank, now))
 
     def _age_s(self, rank: int, now: float) -> float:
-        """For how long a rank has made no progress that could be seen."""
+        """How long a rank has made no visible progress."""
         seen = self._seen[rank]
         at = 0.0 if seen.mark is None else seen.mark.at
         return now - max(at, self._woke_at, seen.moved_at)
@@ -277,7 +276,7 @@ class Watchdog:
 
 
 def is_silent(beat: float, now: float) -> bool:
-    """Whether no Python thread of a rank runs any more."""
+    """Whether Python has stopped running in a rank."""
     return beat > 0 and now - beat > SILENT_S
 
 

@@ -1,1 +1,1 @@
-"""N ranks behind every cell of a notebook: `%load_ext paceline`."""
+"""The cells of a notebook on N ranks: `%load_ext paceline`."""

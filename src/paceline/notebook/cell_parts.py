@@ -19,8 +19,8 @@ from paceline.errors import UsageError
 _COMMENTS = re.compile(r"(?:\s*#[^\n]*\n)*\s*")
 _QUESTION = re.compile(r"%%\w+\?")  # `%%time?` asks what it is, and does not run it
 _OWN_CELL = re.compile(r"%%(?:(rank)(?![^\W\d])|(local|distributed)\b)([^#\n]*)")
-# Our own line magics run in the notebook's kernel, and so does help on them. Ranks share one environment with the
-# kernel: what changes it runs once, and there.
+# paceline's line magics run in the notebook's kernel, and so does help on them. Ranks share one environment with the
+# kernel: commands that change it run once, in the kernel.
 _INSTALLS = r"(?:pip|uv|conda|mamba|micromamba)\b"
 _OWN_LINE = re.compile(
     rf"run_line_magic (?:(?:dist_\w+|sync)\b|(?:re|un)?load_ext paceline\b|{_INSTALLS}"
@@ -55,10 +55,10 @@ class CellPart:
 def split(cell: str) -> list[CellPart]:
     """The parts of a cell, in the order in which they run. Empty if there is nothing to run.
 
-    A cell goes to the ranks as a whole, but for our line magics at its top level (`%dist_status`, `x = %dist_pull y`)
-    and for what installs packages (`%pip`, `!pip`): each is a part of its own for the notebook's kernel. A cell magic
-    applies to all that follows it; only blank lines and comments may precede it. Raises UsageError for a cell magic of
-    ours in another place.
+    A cell goes to the ranks as a whole, except for paceline's line magics at its top level (`%dist_status`, `x =
+    %dist_pull y`) and for what installs packages (`%pip`, `!pip`): each is a part of its own for the notebook's kernel.
+    A cell magic applies to all that follows it; only blank lines and comments may precede it. Raises UsageError for a
+    paceline cell magic in another place.
     """
     lines = cell.replace("\r\n", "\n").replace("\r", "\n").splitlines(keepends=True)
     own = leading_empty_lines(lines)
@@ -89,11 +89,11 @@ def _statements(text: str, first_line: int) -> list[CellPart]:
     """The parts of a cell that has no cell magic. IPython decides which of its lines are commands."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks warn
+            warnings.simplefilter("ignore")  # the ranks show the warnings
             python = TransformerManager().transform_cell(text)
             flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
             statements = compile(python, "<cell>", "exec", flags).body
-    except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):  # the ranks say what is wrong
+    except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):  # the ranks report the error
         return _for_ranks(text, first_line)
     own = [(found, command) for found in statements if _OWN_LINE.match(command := _command(found, first_line))]
     if not own:
@@ -110,7 +110,7 @@ def _statements(text: str, first_line: int) -> list[CellPart]:
 
 
 def _command(statement: ast.stmt, first_line: int) -> str:
-    """What a line of IPython's syntax calls, with its arguments; empty for Python. Refuses misplaced cell magics."""
+    """The IPython call behind a line of its syntax, with arguments; empty for Python. Refuses misplaced cell magics."""
     match getattr(statement, "value", None):
         case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name("get_ipython")), attr=method), args=arguments):
             given = [str(argument.value) for argument in arguments if isinstance(argument, ast.Constant)]
@@ -126,7 +126,7 @@ def _command(statement: ast.stmt, first_line: int) -> str:
 
 
 def _for_ranks(text: str, first_line: int) -> list[CellPart]:
-    # A comment above `%dist_init` is nothing to run: there may be no ranks yet.
+    # A comment above `%dist_init` is not code to run: there may be no ranks yet.
     return [] if _COMMENTS.fullmatch(text + "\n") else [CellPart(Where.RANKS, text, first_line)]
 
 

@@ -16,7 +16,7 @@ class Wrote:
 
 @dataclass(frozen=True, slots=True)
 class Showed:
-    """A figure, a table, the value of the cell's last line: one thing in several MIME types."""
+    """One output in several MIME types: a figure, a table, the value of the cell's last line."""
 
     rank: int
     data: Mapping[str, Any]
@@ -54,14 +54,14 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank has finished the cell, in whatever way."""
+    """A rank has finished the cell, with or without an error."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """A message of paceline itself while the cell runs."""
+    """A message from paceline while the cell runs."""
 
     text: str
 

@@ -11,7 +11,7 @@ from paceline.notebook.magics import DistMagics
 from paceline.notebook.routing import Router
 from paceline.notebook.session import NotebookSession
 
-# After this time the user has typed on.
+# After this time the user has continued typing.
 COMPLETION_S = 1.0
 
 # Magics of this kernel.
@@ -27,7 +27,7 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """End the ranks and take the magics out again."""
+    """End the ranks and remove the magics."""
     if (extension := _loaded(shell)) is not None:
         extension.unregister()
 
@@ -54,7 +54,7 @@ class Extension:
         magics = DistMagics(shell, self._session)
         magics.extension = self
         shell.register_magics(magics)
-        # Before the others, which remove empty lines: where a part begins is counted from the cell's first line.
+        # Before the others, which remove empty lines: the start of a part is counted from the cell's first line.
         shell.input_transformers_cleanup.insert(0, self._router)
         shell.Completer.custom_matchers.append(self._matcher)
         shell.events.register("pre_run_cell", self._router.cell_begins)
@@ -127,5 +127,5 @@ def _ask(session: NotebookSession, kind: str, content: dict[str, Any]) -> dict[s
         return {}
     try:
         return session.kernels.ask(0, kind, content, within_s=COMPLETION_S) or {}
-    except UsageError:  # a cell runs
+    except UsageError:  # a cell is running
         return {}

@@ -1,4 +1,4 @@
-"""The magics of `%load_ext paceline`. Those that nbdistributed has too are spelled as they are there."""
+"""The magics of `%load_ext paceline`. Those that nbdistributed also has are spelled in the same way."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -39,12 +39,12 @@ def _short_errors(magic: _Magic) -> _Magic:
 
 @magics_class
 class DistMagics(Magics):
-    """N ranks behind every cell."""
+    """Cells on N ranks."""
 
     def __init__(self, shell: InteractiveShell, session: NotebookSession) -> None:
         super().__init__(shell)
         self._session = session
-        self.extension: object = None  # which registered this, and can unregister it
+        self.extension: object = None  # the extension that registered this, and can unregister it
 
     # ---- ranks
 
@@ -124,11 +124,11 @@ class DistMagics(Magics):
     @line_magic
     @_short_errors
     def dist_mode(self, line: str) -> None:
-        """Have plain cells run on the ranks (on) or in the notebook's kernel (off)."""
+        """Run plain cells on the ranks (on) or in the notebook's kernel (off)."""
         given = _parse(self.dist_mode, line)
         wanted = given.mode or given.mode_flag
         if wanted == "on":
-            _ = self._session.kernels  # there must be some
+            _ = self._session.kernels  # raises if there are none
         if wanted is not None:
             self._session.mode_on = wanted == "on"
         self._say("plain cells run " + ("on all ranks" if self._session.mode_on else "in this kernel"))
@@ -136,7 +136,7 @@ class DistMagics(Magics):
     @cell_magic
     @_short_errors
     def dist_cell(self, line: str, cell: str) -> None:
-        """What routing.py rewrites a cell for ranks to: as `%%rank`, but its lines have their numbers already."""
+        """The magic to which routing.py rewrites cells for ranks: like `%%rank`, but line numbers are already right."""
         self._run(cell, line)
 
     @cell_magic
@@ -173,11 +173,11 @@ class DistMagics(Magics):
     @line_magic
     @_short_errors
     def dist_panel(self, line: str) -> None:
-        """Turn on or off the picture, below cells that train, of what each rank did."""
+        """Turn the picture of what each rank did, below training cells, on or off."""
         given = _parse(self.dist_panel, line)
         if given.mode is not None:
             self._session.panel_on = given.mode == "on"
-        self._say("the picture below cells that train is " + ("on" if self._session.panel_on else "off"))
+        self._say("the picture below training cells is " + ("on" if self._session.panel_on else "off"))
 
     # ---- variables
 

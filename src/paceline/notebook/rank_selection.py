@@ -6,7 +6,7 @@ from paceline.errors import UsageError
 from paceline.launch.tracebacks import cut
 
 _ALL = ("all", "*")
-# Python limits the length of decimal numbers, and nobody has as many ranks as these digits can count.
+# Python limits the length of decimal numbers, and no world needs more digits than this.
 _INDEX = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"([0-9]{1,18})-([0-9]{1,18})")
 _SLICE = re.compile(r"([0-9]{0,18}):([0-9]{0,18})(?::([0-9]{1,18}))?")

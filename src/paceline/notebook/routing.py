@@ -7,7 +7,7 @@ from paceline.errors import UsageError
 from paceline.notebook.cell_parts import CellPart, Where, pad_above, split
 from paceline.notebook.session import NotebookSession
 
-# After these lines of a cell there are ranks, whether there were any before or not.
+# After these lines of a cell there are ranks, whether or not there were any before.
 _SWITCHES_ON = re.compile(r"run_line_magic (?:dist_init|dist_reset|dist_mode (?:on|-e|--enable))\b")
 _LEAVES = ("exit", "quit", "exit()", "quit()")
 
@@ -37,7 +37,7 @@ class Router:
             return lines
         cell = "".join(lines)
         if self._in_terminal and cell.strip() in _LEAVES:
-            return lines  # the user means IPython
+            return lines  # they are for IPython itself
         routed = self._session.mode_on
         try:
             parts = split(cell)

@@ -1,4 +1,4 @@
-"""The ranks behind one notebook: whether there are any, and whether plain cells go to them."""
+"""The ranks of one notebook: whether they exist, and whether plain cells run on them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from paceline.notebook.rank_selection import parse_ranks
 from paceline.notebook.values import pack, unpack
 
 NO_RANKS = "there are no ranks yet: start them with %dist_init --num-processes 2"
-# Shorter cells train nothing worth a picture, and asking the ranks takes longer than an empty cell should.
+# Shorter cells do no training worth a picture, and asking the ranks takes longer than an empty cell should.
 WORTH_A_PANEL_S = 0.1
 VALUES_S = 60.0
 
@@ -114,7 +114,7 @@ class NotebookSession:
             if rank in replies and replies[rank].error:
                 raise UsageError(f"rank {rank}: {replies[rank].error}")
         if silent := [rank for rank in ranks if rank not in replies]:
-            self.kernels.check_alive(silent)  # one that died meanwhile is named
+            self.kernels.check_alive(silent)  # raises for one that died meanwhile
             raise UsageError(
                 f"{name_ranks(silent)} did not reply within {VALUES_S:.0f} s: %dist_status shows what it is doing"
             )

@@ -16,7 +16,7 @@ from paceline.typed_json import UNREADABLE, shown
 
 
 def pack(value: object, name: str) -> tuple[dict[str, Any], list[bytes]]:
-    """`value` as JSON and buffers, for `unpack`. `name` is what messages call it.
+    """`value` as JSON and buffers, for `unpack`. `name` is its name in messages.
 
     None, bool, int, float, complex, str, bytes, lists, tuples, dicts and sets, numpy's arrays and scalars, tensors,
     and torch's dtypes, devices and sizes. A tensor travels as its values: it arrives on the CPU and outside of any
@@ -50,17 +50,17 @@ def unpack(content: Mapping[str, Any], buffers: Sequence[bytes]) -> object:
 
 
 class _Packer(TreeEncoder):
-    refusal = "cannot travel between the notebook and the ranks"
+    refusal = "cannot be sent between the notebook and the ranks"
     instead = "send what it is made of, such as its state_dict()"
 
     def __init__(self) -> None:
         super().__init__()
         self.buffers: list[bytes] = []
         self._sent: dict[tuple[object, ...], int] = {}
-        self._kept: list[object] = []  # tensors, so that no other one gets the memory of one of them meanwhile
+        self._kept: list[object] = []  # tensors, so that their memory is not reused meanwhile
 
     def leaf(self, value: Any, path: tuple[str, ...]) -> dict[str, Any] | None:
-        # A value of a module that was never loaded cannot be here.
+        # If a module was never loaded, there can be no value of it.
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None and isinstance(value, torch.Tensor):
             return {MARK: "tensor", **self._tensor(value, path)}
@@ -113,12 +113,12 @@ def _from_npy(data: bytes) -> Any:
     file = BytesIO(data)
     version = npy.read_magic(file)
     try:
-        # A third version differs from the second in the letters that names of fields have.
+        # Version 3 differs from version 2 in the encoding of field names.
         shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(file)
     except (SyntaxError, tokenize.TokenError) as error:  # it tries to read what an old Python has written
         raise Malformed(f"expected an array of numpy's, got the header {shown(data[:200])}") from error
     left = len(data) - file.tell()
-    # numpy would take memory for whatever the header says.
+    # numpy would allocate whatever the header says.
     if dtype.hasobject or any(length < 0 for length in shape) or math.prod(shape) * dtype.itemsize != left:
         raise Malformed(f"{left} bytes cannot be an array of {dtype} and shape {shown(list(shape))}")
     return npy.read_array(BytesIO(data), allow_pickle=False)

@@ -17,13 +17,13 @@ class PipeEnds:
         """The number of one of them; -1 when it is not there."""
         return self._held.get(name, -1)
 
-    def write(self, name: str, data: bytes, given_up: Callable[[], bool]) -> None:
-        """Write what the rank has written. Waits for the launcher to read, unless that is `given_up`."""
+    def write(self, name: str, data: bytes, abandoned: Callable[[], bool]) -> None:
+        """Write what the rank has written. Waits for the launcher to read, unless that is `abandoned`."""
         if name not in self._held:
             return
         room = select.poll()
         room.register(self._held[name], select.POLLOUT)
-        while data and not given_up():
+        while data and not abandoned():
             if room.poll(SLICE_MS):
                 try:
                     # A pipe that has room takes this much without blocking.

@@ -58,7 +58,7 @@ class Places:
             ),
         }
 
-    def give_up(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """The machine of a slot does not answer. A slot with a group of its own gets another at once. The others keep
         theirs, which Ray moves when it has noticed too: with both, one would hold a machine for nobody.
         """

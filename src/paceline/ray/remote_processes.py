@@ -303,7 +303,7 @@ class RemoteProcesses:
     def _lose(self, slot: _Slot, agent: RemoteAgent, why: str) -> None:
         slot.agent = None
         agent.kill()
-        self._places.give_up(slot.number)
+        self._places.release(slot.number)
         if slot.ends.descriptor("out") == -1:
             return  # nothing ran in it
         if agent.place is None:

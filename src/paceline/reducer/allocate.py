@@ -1,4 +1,4 @@
-"""The buckets of a layout, and their memory, cut from one piece per device."""
+"""The buckets of a layout, and their memory, allocated as one piece per device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from paceline.reducer.sparse_bucket import SparseBucket
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Who keeps what of the reduced gradients."""
+    """Which part of the reduced gradients this rank keeps."""
 
     ownership: Ownership | None = None  # None: every rank keeps all of them
     shards: Sequence[Shard] = ()  # this rank's part of each parameter
-    turns: int | None = None  # so many buckets have memory at a time; None: all have
+    turns: int | None = None  # this many buckets have memory at a time; None: all
 
 
 WHOLE = Sharding()
@@ -49,11 +49,11 @@ def _bucket(
 
 
 def allocate(layout: Layout, transport: Transport, turns: int | None = None) -> list[torch.Tensor | None]:
-    """The memory of every bucket. None for sparse ones, whose gradients bring theirs. `turns`: so many buckets have
-    memory at a time, one after another in the same places."""
+    """The memory of every bucket. None for sparse ones, whose gradients bring their own. `turns`: this many buckets
+    have memory at a time, one after another in the same places."""
     ends: dict[torch.device, int] = {}
     places: list[int] = []
-    # Of the buckets that take turns in one place, the largest says how large it is.
+    # The largest of the buckets that share a place sets its size.
     taking_turns = [layout.buckets[turn::turns] for turn in range(turns or 0)]
     sizes = [max((_whole_lines(spec.nbytes) for spec in some), default=0) for some in taking_turns]
     for spec in layout.buckets:

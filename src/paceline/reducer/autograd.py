@@ -1,4 +1,4 @@
-"""What the reducer has to do with autograd: which backward runs, when it ends, who else takes part in it, and the hooks
+"""The reducer's use of autograd: which backward runs, when it ends, which replicas take part in it, and the hooks
 of a replica on its parameters and outputs.
 
 The only user of private autograd calls, so that a change in torch is a change in one file.
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from paceline.reducer.bucket import GradSlot
     from paceline.reducer.reducer import Reducer
 
-# The number of the backward this thread runs, -1 outside. A nested backward has a number of its own. Asked for every
-# gradient, so it is not wrapped in a function of ours.
+# The number of the backward this thread runs, -1 outside. A nested backward has a number of its own. Called for every
+# gradient, so it is not wrapped in another function.
 task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-NO_TASK = -2  # no backward has this number, and -1 is no backward at all
+NO_TASK = -2  # no backward has this number; -1 means no backward
 
 
 def refuse_compiled_autograd() -> None:
-    """Compiled autograd calls hooks, but not what they want to have done at the end of a backward."""
-    # Where it was not imported, or another thread is about to, no one has chosen it.
+    """Compiled autograd calls hooks, but not the callbacks that they queue for the end of a backward."""
+    # If it is not imported, or another thread is importing it, it is not in use.
     mode = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(mode, "compiled_autograd_enabled", False) or getattr(mode, "in_compiled_autograd_region", False):
         raise UsageError(
@@ -45,19 +45,19 @@ def refuse_compiled_autograd() -> None:
 
 
 def refuse_fake_tensors() -> None:
-    """Memory that was made while tensors are faked would be of no use afterwards."""
+    """Memory allocated under FakeTensorMode would be useless afterwards."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     if module is not None and torch._C._len_torch_dispatch_stack():
         stack = (torch._C._get_dispatch_stack_at(at) for at in range(torch._C._len_torch_dispatch_stack()))
         if any(isinstance(mode, module.FakeTensorMode) for mode in stack):
-            raise UsageError("gradients cannot be reduced under FakeTensorMode; run backward outside of it")
+            raise UsageError("gradients cannot be reduced under FakeTensorMode; run backward outside it")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[], None]]":
     """Run `callback` when the current backward has produced its last gradient.
 
     Returns a weak reference that dies with the backward: the engine holds the only strong one, so a backward that
-    ended with an exception, whose callbacks never run, can be told from one that still runs.
+    ended with an exception, whose callbacks never run, can be distinguished from one that still runs.
     """
 
     refuse_compiled_autograd()
@@ -72,7 +72,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> "weakref.ref[Callable[[]
 def adds_to_grad() -> bool | None:
     """Whether the backward this thread runs was started by `backward()`, and not by `autograd.grad()`.
 
-    None when it cannot be told: on a GPU, gradients come on threads of the engine's own.
+    None if that is unknown: on a GPU, gradients come on threads of the engine's own.
     """
     return next(_started_by(), None)
 
@@ -81,8 +81,8 @@ def is_nested() -> bool:
     """Whether the backward that runs here was started inside another one that waits for it, as reentrant checkpointing
     does, and not by another thread.
 
-    On a thread of Python's own the outer backward stands on the stack too. A thread of the engine's own, which runs
-    what is on a GPU, has no Python below the node that it runs: there only a nested backward stands on the stack.
+    On a Python thread the outer backward is on the stack too. A thread of the autograd engine, which runs GPU work, has
+    no Python below the node that it runs: there only a nested backward is on the stack.
     """
     own_thread = threading.get_ident() in threading._active  # type: ignore[attr-defined]
     return len(list(_started_by())) > own_thread
@@ -106,11 +106,11 @@ class Backward:
     """One backward under way."""
 
     task: int
-    thread: int  # that it began on
+    thread: int  # on which it began
     running: "weakref.ref[Callable[[], None]]"  # dead when the backward ended without its callback
-    adds: bool | None  # whether it is a backward() and not a grad(), if that can be told
+    adds: bool | None  # whether it is a backward() and not a grad(), if known
     syncs: bool
-    alone: bool  # there is no one to reduce with: gradients stay where autograd put them
+    alone: bool  # no other rank to reduce with: gradients stay where autograd put them
     delivered: bool = False  # some parameter got a gradient
     met_another: bool = False  # a second thread has run a backward of the same replica meanwhile
 
@@ -124,11 +124,11 @@ class Backwards:
     """The one backward of a replica that may be under way."""
 
     def __init__(self, at_end: Callable[[], None], *, on_host: bool) -> None:
-        """`on_host`: no gradient comes from a thread of the engine's own, which may be that of many backwards."""
+        """`on_host`: no gradient comes from an engine thread, which many backwards may share."""
         self._at_end = at_end
         self._on_host = on_host
         self.current: Backward | None = None
-        self.counting = NO_TASK  # the number of the backward whose gradients only count: see `GradSlot.only_counts`
+        self.counting = NO_TASK  # the backward whose gradients are only counted: see `GradSlot.only_counts`
 
     def open(self, task: int, *, syncs: bool, alone: bool) -> Backward:
         refuse_fake_tensors()
@@ -138,7 +138,7 @@ class Backwards:
         return self.current
 
     def found(self, task: int) -> Backward | None:
-        """The one that `task` is, or is nested in. One that another thread has begun meanwhile is noted there."""
+        """The backward that is `task`, or contains it. One that another thread began meanwhile is noted in it."""
         current = self.current
         if current is None or (current.task != task and current.running() is None):
             return None
@@ -165,14 +165,14 @@ class Backwards:
 
 @dataclass(frozen=True, slots=True)
 class PendingReceive:
-    """The end of a backward, queued behind whatever else is called there."""
+    """The end of a backward, queued behind all other callbacks there."""
 
-    running: "weakref.ref[Callable[[], None]]"  # dead when it was called, or never will be
+    running: "weakref.ref[Callable[[], None]]"  # dead once it was called, or never will be
     thread: int
 
     def is_own(self, lock: threading.RLock, is_due: Callable[[], bool]) -> bool:
-        """Whether this thread is to come to it, and has begun another backward before. What another thread is about to
-        receive is waited for, without the lock, as long as it is due."""
+        """Whether this thread will run it, and has begun another backward before. A receive of another thread
+        is waited for, without the lock, as long as it is due."""
         while is_due() and self.running() is not None:
             if self.thread == threading.get_ident():
                 return True
@@ -183,16 +183,16 @@ class PendingReceive:
 
 
 class PendingReducers(threading.local):
-    """The reducers that have sent and not received, of each thread: a thread may be a rank of its own.
+    """The reducers of each thread that have sent and not received; a thread may be a rank of its own.
 
     Why replicas of one backward send first and wait afterwards
     -----------------------------------------------------------
     When a loss goes through two replicas, autograd calls both reducers at its end, one after the other. Another rank
-    may come to them in the other order, or have no use for one of them until its optimizer steps. If the first waited
+    may come to them in the other order, or not need one of them until its optimizer steps. If the first waited
     for its result before the second had sent, each rank could wait for what the other has not sent. So at the end of a
-    backward every reducer sends, and queues its wait behind whatever else is called there. And while one waits, it lets
-    the others make progress, where the waiting thread is the one that does their work. Nothing else may be sent then,
-    such as what the planning of buckets needs: another rank could be waiting in another replica's.
+    backward every reducer sends, and queues its wait behind all other callbacks. And while one waits, it lets
+    the others make progress, if the waiting thread does their work. Nothing else may be sent then, such as what the
+    planning of buckets needs: another rank could be waiting in another replica's.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class PendingReducers(threading.local):
         self._called.add(reducer)
 
     def called(self, reducer: "Reducer") -> "list[Reducer]":
-        """The others whose backward may be that of `reducer` too."""
+        """The other reducers that may take part in the same backward as `reducer`."""
         return [other for other in self._called if other is not reducer]
 
     def others(self, reducer: "Reducer") -> "list[Reducer]":
@@ -253,16 +253,16 @@ class ParamHooks:
             shared_params.claim(self._owner)
 
     def watch_output(self, output: torch.Tensor) -> None:
-        """Have the backward that goes through `output` end with a reduction, also when its gradients all come from
-        nested backwards, or when it touches no parameter."""
+        """Make the backward through `output` end with a reduction, even if its gradients all come from nested
+        backwards, or if it touches no parameter."""
         hook = self._owner.on_output_backward
         if hook not in (output._backward_hooks or {}).values():  # a module may return its input
             output.register_hook(hook)
 
     def follow_swaps(self, *, takes_over: bool) -> None:
-        """Hook parameters again that were given other contents, as `torch.utils.swap_tensors` does: the hooks have
-        gone with the contents before. `takes_over`: parameters that other replicas hold too are this one's from now
-        on. Asked in every forward, so it costs little."""
+        """Hook parameters again whose contents were replaced, as by `torch.utils.swap_tensors`: the hooks went with the
+        old contents. `takes_over`: parameters that other replicas share are this one's from now on. Called in every
+        forward, so it is cheap."""
         if not all(map(operator.is_, map(mark_of_contents, self._params), self._marks)):
             self._install()
         if takes_over and any(slot.owned_elsewhere for slot in self._slots):
@@ -278,7 +278,7 @@ class ParamHooks:
         return bool(self._handles)
 
     def runs_last(self, slot: "GradSlot") -> bool:
-        """Whether our hook runs after all hooks of the user's, so that these see the gradient and may change it.
+        """Whether the reducer's hook runs after all user hooks, so that these see the gradient and may change it.
 
         If not, it is moved behind them, for the next backward.
         """
@@ -289,7 +289,7 @@ class ParamHooks:
         return False
 
     def close(self) -> None:
-        """Remove every hook, and leave shared parameters to the replica that was made last before this one."""
+        """Remove every hook, and leave shared parameters to the most recent other replica."""
         self._closed = True
         for handle in self._handles:
             handle.remove()

@@ -16,7 +16,7 @@ from paceline.reducer.grad_streams import GradStreams, raw_stream
 from paceline.reducer.shard import Shard
 from paceline.reducer.single_gradient import CACHED_BYTES, choose_flushes, move_in, own_view
 
-# Products of several tensors of other types at once are rounded another way than those of one.
+# For other types, multiplying several tensors in one call rounds differently than multiplying one.
 _EXACT = (torch.float32, torch.float64)
 
 
@@ -25,43 +25,43 @@ class BucketState(Enum):
 
     FILLING = 0  # some gradients are missing
     FULL = 1  # all gradients are in; waits for its turn
-    LAUNCHED = 2  # the transport owns the memory, whether it is done with it or not
+    LAUNCHED = 2  # the transport owns the memory until the result was waited for
     REDUCED = 3  # reduced
 
 
 @dataclass(eq=False, slots=True)
 class GradSlot:
-    """One parameter's place in its bucket, and what of the current step is in it."""
+    """One parameter's place in its bucket, and its state in the current step."""
 
     index: int
     meta: ParamMeta
     param: torch.Tensor
     nbytes: int = 0
     owned_elsewhere: bool = False  # another replica that shares the parameter reduces it
-    shard: Shard | None = None  # what this rank owns of the parameter; None: all of it
+    shard: Shard | None = None  # the part of the parameter that this rank owns; None: all of it
     hooks: Sized = ()  # on the parameter, also those of the user
     # Where the gradient lives: set by the bucket, again after every re-layout.
     bucket: "Bucket" = field(init=False)
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     offset: int = 0
     address: int = 0
-    flushes: bool = False  # on a host: those that wait to be copied fill the cache when this one has come
-    # What of the current step is known.
+    flushes: bool = False  # on a host: when this one arrives, the gradients that wait to be copied fill the cache
+    # State of the current step.
     fired: bool = False  # autograd has delivered a gradient in this backward
     held: bool = False  # the bucket holds gradients of this step and `param.grad` is None
     used: bool = False  # took part in some backward since the last reduction
     dirty: bool = False  # has gradients that were not reduced
     late: bool = False  # a nested backward delivered more after the bucket had left
-    kept: torch.Tensor | None = None  # the gradient to give back if no rank used the parameter
+    kept: torch.Tensor | None = None  # the gradient to restore if no rank used the parameter
 
     def __post_init__(self) -> None:
         self.nbytes = self.meta.nbytes
 
     def only_counts(self) -> bool:
-        """Count the bucket down by a gradient that has just come, if nothing else follows from it.
+        """Count the bucket down by a gradient that has just arrived, if nothing else has to be done.
 
-        Of most gradients nothing does, so this is what a hook costs. Returns False, and nothing is done, for those that
-        complete or flush their bucket, come a second time or on another stream, or have hooks of the user's.
+        This holds for most gradients, so it is the cost of a hook. Returns False, without any effect, for those that
+        complete or flush their bucket, arrive a second time or on another stream, or have user hooks.
         """
         bucket = self.bucket
         if bucket.missing <= 1 or self.fired or self.flushes or self.owned_elsewhere or len(self.hooks) != 1:
@@ -76,12 +76,12 @@ class GradSlot:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What is in `param.grad`, unless that only stands in for a gradient that is kept in shards."""
+        """What is in `param.grad`, unless that is only a stand-in for a sharded gradient."""
         grad = self.param.grad
         return grad if self.shard is None or grad is not self.shard.stand_in else None
 
     def attached(self) -> bool:
-        """Whether `param.grad` is the view into the bucket, and no one gave that view other memory."""
+        """Whether `param.grad` is the view into the bucket, and that view still has the bucket's memory."""
         return self.param.grad is self.view and not self.meta.sparse and self.view.data_ptr() == self.address
 
     def leave_bucket(self) -> None:
@@ -94,7 +94,7 @@ class GradSlot:
         self.kept = None
 
     def clear_backward(self) -> None:
-        """The gradients of this backward are elsewhere now, but the step goes on."""
+        """The gradients of this backward have been moved elsewhere, but the step continues."""
         self.fired = self.held = self.late = False
         self.kept = None
 
@@ -120,16 +120,16 @@ class Bucket:
         flat: torch.Tensor,
         shards: BucketShards | None = None,
     ) -> None:
-        """`flat` is the memory. `shards`: what this rank keeps of the result; None: all of it."""
+        """`flat` is the memory. `shards`: the part of the result that this rank keeps; None: all of it."""
         self.spec = spec
         self.shards = shards
-        self.in_turn = shards is not None and shards.in_turn  # the memory is also that of other buckets
-        self.key = hash((spec.index, *(place.param for place in spec.slots)))  # what is in it, and in which order
+        self.in_turn = shards is not None and shards.in_turn  # other buckets use the same memory
+        self.key = hash((spec.index, *(place.param for place in spec.slots)))  # its contents and their order
         self.slots = list(slots)
         self.state = BucketState.FILLING
         self.missing = len(self.slots)
-        self.arrived: list[GradSlot] = []  # their gradients are in `param.grad`, and not in memory yet
-        self._zeros: list[GradSlot] = []  # have none, and the memory may not be written to yet
+        self.arrived: list[GradSlot] = []  # their gradients are in `param.grad`, and not yet in the bucket
+        self._zeros: list[GradSlot] = []  # have no gradient, and the memory may not be written to yet
         self.flight: Flight | None = None
         self.skipped = False  # left out of this reduction, because no rank used any of it
         self.flat = flat
@@ -151,13 +151,13 @@ class Bucket:
         slot.address = slot.view.data_ptr()
 
     def move(self, to: BucketState) -> None:
-        """Enter state `to`; anything but the next one is an error of ours and is refused."""
+        """Enter state `to`; any other than the next one is an internal error."""
         if to.value != (self.state.value + 1) % len(BucketState):
             raise IllegalMove(f"bucket {self.spec.index} cannot go from {self.state.name} to {to.name}")
         self.state = to
 
     def rearm(self) -> None:
-        """Begin to fill again, from any state: also after a backward that failed half-way."""
+        """Start filling again, from any state, even after a backward that failed half-way."""
         self.state = BucketState.FILLING
         self.missing = len(self.slots)
         self.flight = None
@@ -175,14 +175,14 @@ class Bucket:
 
     @property
     def result(self) -> list[torch.Tensor]:
-        """What this rank keeps of the reduced gradients: all of them, or its shards."""
+        """The reduced gradients that this rank keeps: all of them, or its shards."""
         return [self.flat] if self.shards is None else self.shards.parts
 
     # ---- gradients come
 
     def arrive(self, slot: GradSlot, scale: float) -> bool:
-        """Autograd has added to the parameter's gradient. Returns whether to move what has arrived now: on a host that
-        is done before it leaves the cache."""
+        """Autograd has added to the parameter's gradient. Returns whether to move the arrived gradients now: on a host
+        that is done before it leaves the cache."""
         streams = self.streams
         if streams is not None and raw_stream(streams.device_index) != streams.newest:
             if not self.in_turn:
@@ -212,18 +212,18 @@ class Bucket:
         self.arrived.clear()
 
     def _take_plain_ones(self, scale: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Of what has arrived, views and gradients to be copied by one call. The others are moved one by one."""
+        """The views and gradients that one call can copy. The others are moved one by one."""
         views: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         low, high, strided = self._low, self._high, torch.strided
-        # On a host a large gradient is multiplied on its way, and not in a second round through memory.
+        # On a host a large gradient is multiplied while it is copied, and not in a second pass over memory.
         large = CACHED_BYTES if self.on_host and scale != 1.0 else sys.maxsize
         if scale == 0.0:
             large = 0  # all of them
         for slot in self.arrived:
             param, view = slot.param, slot.view
             grad = param.grad
-            if grad is None:  # thrown away by a hook of the user's since
+            if grad is None:  # dropped by a user hook since
                 if not slot.held:
                     own_view(slot).zero_()
             elif (
@@ -242,8 +242,8 @@ class Bucket:
         return views, grads
 
     def complete(self, scale: float) -> None:
-        """All gradients have come: have them in memory for whoever goes on from the current stream."""
-        if self.in_turn and self.streams is not None:  # the memory is free for the current stream, and for no other
+        """All gradients have arrived: move them into memory, ordered before later work of the current stream."""
+        if self.in_turn and self.streams is not None:  # the memory is free on the current stream only
             self.streams.join()
         self.collect(scale)
         if self.shards is not None:
@@ -261,7 +261,7 @@ class Bucket:
     # ---- the result
 
     def store_result(self, result: torch.Tensor | None) -> None:
-        """Take the reduced gradients, when a reduction did not leave them in the bucket's own memory, and put this
+        """Store the reduced gradients, if a reduction did not leave them in the bucket's own memory, and put this
         rank's part where it stays."""
         if result is not None and result.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(result.view_as(self.flat))
@@ -269,7 +269,7 @@ class Bucket:
             self.shards.store()
 
     def publish_grads(self, slot: GradSlot, *, touched: bool) -> None:
-        """Give the gradient back to the parameter. `touched=False`: no rank used it, so it is as it was before."""
+        """Set the parameter's gradient. `touched=False`: no rank used it, so restore what was there before."""
         if self.shards is not None:
             self.shards.publish(slot.index, touched=touched)
         elif touched:
@@ -278,7 +278,7 @@ class Bucket:
             slot.param.grad = None if slot.kept is None else slot.view.copy_(slot.kept)
 
     def publish_all(self) -> None:
-        """The same for all gradients, where every rank used every parameter."""
+        """The same for all gradients, if every rank used every parameter."""
         for slot in self.slots:
             if slot.owned_elsewhere:
                 continue

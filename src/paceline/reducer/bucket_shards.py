@@ -1,4 +1,4 @@
-"""What one rank keeps of a reduced bucket where gradients are sharded."""
+"""The part of a reduced bucket that one rank keeps if gradients are sharded."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +28,7 @@ class BucketShards:
         self.in_turn = in_turn
         self._shards = shards
         own = [shards[place.param] for place in spec.slots]
-        # For reductions: where a parameter has no memory, what says so to whoever wants its numbers.
+        # For reductions: for a parameter without memory, a stand-in that raises when its values are used.
         self.params = [shard.param if shard.front is None else shard.front for shard in own]
         self._reduced = {
             place.param: flat[place.offset : place.offset + place.numel][slice(*shards[place.param].span)]
@@ -38,7 +38,7 @@ class BucketShards:
         self.parts = [flat[slice(*span)] for span in spans[rank % len(spans)]]  # all that this rank keeps
         if in_turn:
             sizes = [aligned(block.numel(), flat.dtype) for block in self._reduced.values()]
-            # Zeros: what lies between blocks is looked at together with them.
+            # Zeros: the space between blocks is checked together with them.
             memory = torch.zeros(sum(sizes), dtype=flat.dtype, device=flat.device)
             rows = zip(memory.split(sizes), self._reduced.items(), strict=True)
             self._blocks = {param: row[: block.numel()] for row, (param, block) in rows}
@@ -47,15 +47,15 @@ class BucketShards:
         ends = [place.offset + place.numel for place in spec.slots]
         begins = [*(place.offset for place in spec.slots[1:]), spec.numel]
         gaps = [flat[end:begin] for end, begin in zip(ends, begins, strict=True) if begin > end]
-        self._gaps = gaps if in_turn else []  # between gradients, where other buckets have theirs
+        self._gaps = gaps if in_turn else []  # between gradients, where other buckets store theirs
 
     def clear_gaps(self) -> None:
-        """Have zeros between the gradients: what lies there is reduced and looked at together with them."""
+        """Zero the space between the gradients, which is reduced and checked together with them."""
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
     def store(self) -> None:
-        """The bucket has been reduced: have the blocks where they stay."""
+        """After the reduction: move the blocks to where they stay."""
         if self.in_turn:
             torch._foreach_copy_(list(self._blocks.values()), list(self._reduced.values()))
 
@@ -64,5 +64,5 @@ class BucketShards:
         self._blocks[param].add_(flat_of(extra)[slice(*self._shards[param].span)])
 
     def publish(self, param: int, *, touched: bool) -> None:
-        """Give the gradient to the optimizer. `touched=False`: no rank used the parameter."""
+        """Pass the gradient to the optimizer. `touched=False`: no rank used the parameter."""
         self._shards[param].publish(self._blocks[param] if touched else None)

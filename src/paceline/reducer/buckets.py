@@ -1,7 +1,7 @@
 """All buckets of one replica: their memory under the current layout, and when they are launched.
 
 They are launched strictly in index order, whatever order they fill in, so ranks cannot disagree about the order of
-collectives. What has been launched is waited for in the same order.
+collectives. Launched buckets are waited for in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.reducer.step import RankBatch
 
 
-PATIENCE_S = 0.2  # for memory that another bucket has: gradients that wait for it have memory of their own
+PATIENCE_S = 0.2  # for memory that another bucket uses: gradients that wait for it have memory of their own
 
 
 class BucketSet:
@@ -42,7 +42,7 @@ class BucketSet:
         for slot, shard in zip(self.slots, sharding.shards, strict=False):
             slot.shard = shard
         self.layout = layout
-        self._first = layout  # what all ranks begin with, before they have learned anything from each other
+        self._first = layout  # with which all ranks begin, before anything was learned
         self.buckets: list[Bucket] = []
         self._planned: Layout | None = None
 
@@ -55,14 +55,14 @@ class BucketSet:
         return bool(self.buckets)
 
     def rearm(self) -> None:
-        """Make ready for the next reduction, after a whole one or one that was broken off."""
+        """Prepare for the next reduction, after a complete or an interrupted one."""
         for slot in self.slots:
             slot.clear()
         for bucket in self.buckets:
             bucket.rearm()
 
     def results(self) -> list[torch.Tensor]:
-        """What this rank keeps of the gradients that were reduced: all of them, or its shards."""
+        """The reduced gradients that this rank keeps: all of them, or its shards."""
         return [part for bucket in self.buckets if not bucket.skipped for part in bucket.result]
 
     def begin_backward(self) -> None:
@@ -71,7 +71,7 @@ class BucketSet:
             shard.begin_backward()
 
     def forget_arrived(self) -> None:
-        """A backward has failed: what it has brought stays where autograd put it."""
+        """A backward has failed: its gradients stay where autograd put them."""
         for bucket in self.buckets:
             bucket.arrived.clear()
 
@@ -89,10 +89,10 @@ class BucketSet:
         return lacking
 
     def replace_launched_memory(self, transport: Transport) -> bool:
-        """Replace memory that a transport may still write to: whoever waited for it was interrupted. Returns True if
+        """Replace memory that a transport may still write to: the wait for it was interrupted. Returns True if
         there was any.
 
-        Its work is not asked whether it is done: a work of several collectives would go on with the next one.
+        Its work is not queried: a work of several collectives would start the next one.
         """
         if any(bucket.state is BucketState.LAUNCHED and bucket.flight is not None for bucket in self.buckets):
             self.allocate(transport)
@@ -100,7 +100,7 @@ class BucketSet:
         return False
 
     def follow_parameters(self, caps: BucketCaps, transport: Transport) -> bool:
-        """Lay out anew if the module was converted after wrapping, as by `module.double()`. Returns True if it was."""
+        """Lay out again if the module was converted after wrapping, as by `module.double()`. Returns True if it was."""
         if not [slot for slot in self.slots if slot.param.dtype is not slot.meta.dtype]:
             return False
         metas = follow_conversion(self.slots, sharded=self.sharding.ownership is not None)
@@ -112,11 +112,11 @@ class BucketSet:
         return True
 
     def plan(self, layout: Layout) -> None:
-        """Note a layout to move to; taken up by `relayout`."""
+        """Store a layout for the next `relayout`."""
         self._planned = layout if layout != self.layout else None
 
     def relayout(self, transport: Transport) -> bool:
-        """Take up the planned layout. Gradients that are views move along; held ones keep the old layout in place."""
+        """Switch to the planned layout. Gradients that are views move along; held ones delay it."""
         if self._planned is None or any(slot.held for slot in self.slots):
             return False
         self.layout, self._planned = self._planned, None
@@ -125,8 +125,8 @@ class BucketSet:
         return True
 
     def move_memory(self, transport: Transport) -> None:
-        """Take memory of another transport, and forget what was learned with the one before: ranks that were stopped in
-        different places may have taken up different layouts."""
+        """Allocate from another transport, and forget what was learned with the previous one: ranks that were stopped
+        at different points may have different layouts."""
         self._planned, self.layout = None, self._first
         if self.allocated:
             self._move(transport)
@@ -157,13 +157,13 @@ class Schedule:
     ) -> None:
         self.reduction = reduction
         self._wait = wait
-        self.batch: RankBatch | LaneBatch  # what of the global batch this rank runs
-        self.scale = 1.0  # by what gradients are multiplied on their way into a bucket
+        self.batch: RankBatch | LaneBatch  # this rank's part of the global batch
+        self.scale = 1.0  # the factor for gradients that enter a bucket
         self.observer: StepObserver | None = None
         self.reductions_begun = 0  # also the number of the one that runs, or ran last; equal on all ranks
         self.launch_digest = 0  # of the buckets launched so far; equal on all ranks
-        self.polls = False  # whether work goes on only when it is asked for
-        self.broken = False  # a reduction itself raised, so it is not known what the other ranks were sent
+        self.polls = False  # whether work progresses only when it is queried
+        self.broken = False  # a reduction itself raised, so it is unknown what the other ranks have received
         self._bucket_set = buckets
         devices = {meta.device for meta in buckets.layout.params}
         self._device = buckets.layout.params[0].device
@@ -171,7 +171,7 @@ class Schedule:
         self._group = group
         self._trace = trace
         self._next = 0  # the bucket whose turn it is
-        self._completed = 0  # how many are known to have completed
+        self._completed = 0  # the number known to have completed
         self._patient = True  # no wait of this reduction has exceeded PATIENCE_S
 
     def begin(self) -> None:
@@ -180,22 +180,22 @@ class Schedule:
         self.polls = traits.progress_on_caller or self.reduction.multi_step
 
     def rearm(self) -> None:
-        """The reduction is over, or was broken off: begin with the first bucket again."""
+        """The reduction is over, or was interrupted: start with the first bucket again."""
         self._next = self._completed = 0
         self.broken, self._patient = False, True
 
     def start_over(self) -> None:
-        """With another set of ranks, which have reduced nothing together."""
+        """Reset for another set of ranks, which have reduced nothing together."""
         self.reductions_begun = self.launch_digest = 0
 
     @property
     def stream_ordered(self) -> bool:
-        """Whether the host need not wait for what is reduced: to wait for a collective orders a stream."""
+        """Whether the host need not wait for reductions, because waiting for a collective orders a stream."""
         return self._on_one_device and self._group.transport.traits(self._device).stream_ordered
 
     @property
     def one_after_another(self) -> bool:
-        """Whether a bucket that is full may have to wait for others, and so be launched at another time than on other
+        """Whether a full bucket may have to wait for others, and so be launched at another time than on other
         ranks: nothing else may be sent before all of them."""
         return self.reduction.multi_step or self._bucket_set.sharding.turns is not None
 
@@ -216,11 +216,11 @@ class Schedule:
     def launch(self) -> None:
         """Start every full bucket whose turn it is."""
         if not self.batch.last:
-            return  # gradients of further lanes are to come
+            return  # gradients of further lanes will follow
         buckets = self._bucket_set.buckets
         while self._next < len(buckets) and buckets[self._next].state is BucketState.FULL:
             if self.reduction.multi_step and self.busy_after_advancing():
-                return  # the collectives of its callbacks and those of the next bucket have no order among them
+                return  # the collectives of its callbacks would be unordered with those of the next bucket
             bucket = buckets[self._next]
             if not self._has_memory(self._next):
                 return
@@ -241,7 +241,7 @@ class Schedule:
                 self._note_completed()
 
     def advance(self) -> None:
-        """Let the transport make progress on what is outstanding, and note what has completed: the proof of overlap."""
+        """Let the transport make progress on outstanding work, and note what has completed, which shows the overlap."""
         self._group.transport.progress()
         self._note_completed()
         if self.one_after_another:
@@ -249,7 +249,7 @@ class Schedule:
 
     def _has_memory(self, index: int) -> bool:
         """Whether a bucket that takes turns may be filled: the one before it in the same memory is reduced. A host
-        waits a moment for a late rank, and no longer: that one may reduce it at its end only, and need this rank."""
+        waits only briefly for a late rank, which may reduce it only at the end of its backward, and need this rank."""
         turns = self._bucket_set.sharding.turns
         if turns is None or index < turns:
             return True
@@ -263,7 +263,7 @@ class Schedule:
         return True
 
     def wait_results(self) -> None:
-        """Wait for the buckets in order, and have their results in them."""
+        """Wait for the buckets in order and store their results."""
         for bucket in self._bucket_set.buckets:
             self.launch()
             self._wait_result(bucket)
@@ -282,7 +282,7 @@ class Schedule:
         self._trace.stamp(Moment.WAIT_LEFT, self.reductions_begun, index)
 
     def busy_after_advancing(self) -> bool:
-        """Let works of several collectives go on with the next one. Returns whether a collective is under way then."""
+        """Let works of several collectives start their next one. Returns whether a collective is then under way."""
         launched = (b for b in self._bucket_set.buckets if b.state is BucketState.LAUNCHED)
         return any(b.flight is not None and not b.flight.work.done() for b in launched)
 

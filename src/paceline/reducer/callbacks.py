@@ -1,4 +1,4 @@
-"""What others want to hear of a replica's backwards."""
+"""Callbacks about a replica's backwards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BackwardCallbacks:
-    """Called by the reducer, on the thread that finds out, in the order given."""
+    """Called by the reducer, on the thread that detects the event, in the order given."""
 
     finished: tuple[Callable[[], None], ...] = ()  # all gradients of a backward are in their buckets, or are reduced
     failed: tuple[Callable[[], None], ...] = ()  # a backward that was to be reduced has raised

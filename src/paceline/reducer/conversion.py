@@ -9,12 +9,12 @@ from paceline.reducer.bucket import GradSlot
 
 
 def follow_conversion(slots: Sequence[GradSlot], *, sharded: bool) -> list[ParamMeta]:
-    """Note what the parameters are now. Returns it, to be laid out anew."""
+    """Update the parameters' metadata, and return it for a new layout."""
     if sharded:
         meta, dtype = next((slot.meta, slot.param.dtype) for slot in slots if slot.param.dtype is not slot.meta.dtype)
         raise UsageError(
-            f"{meta.name} was converted from {meta.dtype} to {dtype} after wrapping, and this rank's shards of it were "
-            f"not; convert the module before it is wrapped"
+            f"{meta.name} was converted from {meta.dtype} to {dtype} after wrapping, but this rank's shards of it were "
+            f"not; convert the module before wrapping it"
         )
     for slot in slots:
         param = slot.param

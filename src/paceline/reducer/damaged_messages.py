@@ -1,4 +1,4 @@
-"""Messages between ranks that have changed on their way: some ranks have seen it, and all raise the same error."""
+"""Damaged messages between ranks: some ranks have detected them, and all raise the same error."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,8 @@ WHAT = "which messages were damaged"
 
 
 def check_damage(rows: Sequence[StepReport], seen: Sequence[tuple[int, int]], group: Group) -> None:
-    """Raise on every rank if one has reported damage. `seen`: of what has come here damaged, bucket and sender."""
+    """Raise on every rank if one has reported damage. `seen`: bucket and sender of each damaged message received
+    here."""
     if not any(row.abort is Abort.DAMAGED for row in rows):
         return
     own = [list(pair) for pair in seen]
@@ -21,7 +22,7 @@ def check_damage(rows: Sequence[StepReport], seen: Sequence[tuple[int, int]], gr
     ways = [f"bucket {bucket} from rank {sender} to rank {rank}" for sender, bucket, rank in found]
     more = f" and {len(ways) - 3} more" if len(ways) > 3 else ""
     raise MessageDamaged(
-        f"what was received is not what was sent in step {rows[0].lane_step}: {', '.join(ways[:3])}{more}. No rank has "
+        f"messages were damaged on their way in step {rows[0].lane_step}: {', '.join(ways[:3])}{more}. No rank has "
         f"used these sums; run the step again. If it happens again, suspect the network between these machines, or "
         f"the memory of the sender",
         ranks=senders,

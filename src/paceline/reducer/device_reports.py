@@ -1,5 +1,5 @@
-"""How reports travel where collectives are ordered by streams: they are gathered on the device. The host sends them
-without waiting, and finds them in its own memory some time after."""
+"""Reports where collectives are ordered by streams: they are gathered on the device. The host sends them without
+waiting, and reads them from its own memory later."""
 
 import ctypes
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from paceline.collectives.wait import EventWork
 from paceline.reducer.report import PendingReports, StepReport, column_of
 from paceline.reducer.step_observer import Findings
 
-# What of a report is read or filled in on the device.
+# The columns of a report that are read or filled in on the device.
 BROKEN = 0
 MODE, WEIGHT, STATE, NOT_FINITE = map(column_of, ("mode", "weight", "state", "not_finite"))
 
 
 class DeviceReports:
-    """Sends reports on the current stream of a device. Buffers are used again when their reports have been read."""
+    """Sends reports on the current stream of a device. Buffers are reused when their reports have been read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[_Buffers] = []
 
     def send(self, report: StepReport, transport: Transport, found: Findings) -> PendingReports:
-        """What of the findings only the device knows is filled in there."""
+        """Findings that only the device knows are filled in there."""
         encoded = report.encode()
         buffers = self._take(len(encoded), transport.size)
         buffers.written[:] = encoded

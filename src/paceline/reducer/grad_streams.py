@@ -5,12 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-# The current stream of a device as a number. Asked for every gradient on a device.
+# The current stream of a device as a number. Called for every gradient on a device.
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: -1)
 
 
 class GradStreams:
-    """Autograd runs a backward on the stream of its forward, so gradients of one bucket may come on several."""
+    """Autograd runs a backward on the stream of its forward, so gradients of one bucket may come from several."""
 
     def __init__(self, device: torch.device) -> None:
         self.device_index = device.index or 0
@@ -19,17 +19,17 @@ class GradStreams:
         self._streams: list[torch.cuda.Stream] = []  # all of them, the newest one last
 
     def note_current(self) -> None:
-        """The gradients that come now are made on the current stream, and not on that of those before them."""
+        """The next gradients are computed on the current stream, unlike those before."""
         self.newest = raw_stream(self.device_index)
         stream = torch.cuda.current_stream(self._device)
         self._streams = [*(other for other in self._streams if other != stream), stream]
 
     def on_newest(self) -> AbstractContextManager[object]:
-        """Run on the stream of the last gradient what is inside."""
+        """Run the block on the stream of the last gradient."""
         return torch.cuda.stream(self._streams[-1]) if self._made_elsewhere() else nullcontext()
 
     def join(self) -> None:
-        """Have the current stream go on after all of them."""
+        """Make the current stream wait for all of them."""
         if len(self._streams) > 1 or self._made_elsewhere():
             current = torch.cuda.current_stream(self._device)
             for stream in self._streams:

@@ -1,4 +1,4 @@
-"""A step whose global batch is cut into lanes: a step begins, a lane is full, has nothing, or has failed."""
+"""A step whose global batch is cut into lanes: its start, and lanes that are full, empty or failed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class LaneBatch:
-    """What of the global batch this rank runs: some of its lanes, one after another. See `RankBatch` for what the
-    reducer calls; the loop over lanes calls the rest."""
+    """This rank's part of the global batch: some of its lanes, one after another. The reducer calls the same methods
+    as of `RankBatch`; the loop over lanes calls the rest."""
 
     has_lanes = True
     microbatches = 0  # ranks may run different numbers of lanes
@@ -29,7 +29,7 @@ class LaneBatch:
     def __init__(self, reducer: "Reducer", lanes: Lanes) -> None:
         self._reducer = reducer
         self.lanes = lanes
-        self._damaged: list[tuple[int, int]] = []  # messages that have changed on their way here: bucket and sender
+        self._damaged: list[tuple[int, int]] = []  # damaged messages: bucket and sender
 
     # ---- what the reducer asks
 
@@ -55,7 +55,7 @@ class LaneBatch:
 
     @property
     def resumes(self) -> bool:
-        """Whether the lane that runs has had a backward."""
+        """Whether the current lane has had a backward."""
         return self.lanes.backwards > 0
 
     def counts(self, role: StepRole) -> bool:
@@ -77,7 +77,7 @@ class LaneBatch:
             lane_shapes.check(rows, self.lanes, self._reducer.group)
 
     def begin_backward(self) -> None:
-        """A backward begins: it has to be one of the lane that runs."""
+        """A backward begins: it must belong to the current lane."""
         lanes = self.lanes
         self._check_not_failed()
         if lanes.state is LaneState.CLOSED:
@@ -99,8 +99,8 @@ class LaneBatch:
         """The step has begun long ago."""
 
     def end_backward(self, *, skipped: bool = False) -> bool:
-        """A lane's gradients are in: keep them for this rank's other lanes. Returns True after the last of them, when
-        the step is to be reduced. `skipped`: the lane counts for nothing."""
+        """A lane's gradients are complete: keep them for this rank's other lanes. Returns True after the last lane,
+        when the step is to be reduced. `skipped`: the lane contributes nothing."""
         reducer, lanes = self._reducer, self.lanes
         weight = reducer.weighting.of_lane()
         lanes.close(0.0 if skipped else weight, plain=not skipped and reducer.weighting.last is not Mode.WEIGHTED)
@@ -119,12 +119,12 @@ class LaneBatch:
         return False
 
     def abandon(self, backward: Backward, why: Abort) -> bool:
-        """A backward ended with an exception. What it has left of its lane is not known, so no rank has gradients of
-        this step: its reduction is completed without any, and the others are told."""
+        """A backward ended with an exception. The state of its lane is unknown, so no rank has gradients of
+        this step: its reduction is completed without any, and the report tells the others."""
         reducer, lanes = self._reducer, self.lanes
         if not (backward.delivered or backward.reduces):
             return True
-        # It was refused (see begin_backward), or it is of a lane that no other rank waits for.
+        # It was refused (see begin_backward), or it belongs to a lane that no other rank waits for.
         if lanes.state is not LaneState.OPEN or not lanes.reduces:
             drop_all(reducer.bucket_set)
             self._empty_buckets()
@@ -133,7 +133,7 @@ class LaneBatch:
             call()
         lane = lanes.current
         try:
-            if reducer.schedule.broken:  # no collective of ours would fit what the others do; the watch names us
+            if reducer.schedule.broken:  # collectives would not match those of other ranks; the watch reports it
                 reducer.reset()
             else:
                 self._abort_step(why, begun=lanes.last and backward.syncs and backward.delivered)
@@ -148,7 +148,8 @@ class LaneBatch:
         self.lanes.end()
 
     def memory_moved(self) -> None:
-        """The buckets have other memory now, perhaps of another size or type, and so must the sums of lanes."""
+        """The buckets have other memory now, perhaps of another size or type, so the sums of lanes need new memory
+        too."""
         lanes, lost = self.lanes, self.lanes.holds
         lanes.forget_memory()
         if lost:
@@ -170,7 +171,7 @@ class LaneBatch:
             )
 
     def note_damage(self, bucket: int, sender: int) -> None:
-        """What rank `sender` has sent of a bucket is not what has come here."""
+        """A message of rank `sender` about a bucket was damaged on its way here."""
         self._damaged.append((bucket, sender))
         self._reducer.contribution.abort = Abort.DAMAGED
 
@@ -179,8 +180,8 @@ class LaneBatch:
     def begin_step(self) -> str | None:
         """A step of lanes begins. Returns the name of a parameter that has a gradient already, if there is one.
 
-        If the step before was given up half-way, the other ranks wait for its reduction: it is completed without
-        gradients, and they are told.
+        If the previous step was abandoned half-way, the other ranks wait for its reduction: it is completed without
+        gradients, and the report tells them.
         """
         reducer, lanes = self._reducer, self.lanes
         with reducer.lock, torch.no_grad():
@@ -190,18 +191,18 @@ class LaneBatch:
                 self._abort_step()
             lanes.failed = None
             reducer.step_state.discarded()
-            reducer.apply_pending_layout()  # on all ranks in the same step, whatever their first lanes do
+            reducer.apply_pending_layout()  # on all ranks in the same step, whatever happens in their first lanes
             stale = first_with_gradient(reducer.bucket_set)
             if stale is None:
                 drop_all(reducer.bucket_set)
             return stale
 
     def owe(self, step: int) -> None:
-        """Step `step` has begun, and none of its lanes will run here: `begin_step` of the next one tells the others."""
+        """Step `step` has begun, and none of its lanes will run here: the next `begin_step` tells the others."""
         self.lanes.step, self.lanes.owed = step, True
 
     def skip(self) -> None:
-        """The lane that runs has nothing that counts."""
+        """The current lane contributes nothing."""
         reducer, lanes = self._reducer, self.lanes
         with reducer.lock, torch.no_grad():
             self._raise_if_failed()
@@ -214,11 +215,11 @@ class LaneBatch:
                 )
             reducer.prepare()
             drop_all(reducer.bucket_set)
-            self._empty_buckets()  # an earlier microbatch of this lane may have left something
+            self._empty_buckets()  # an earlier microbatch of this lane may have left gradients
             self._close_without_backward(skipped=True)
 
     def sync(self) -> None:
-        """Close the lane that runs with what its microbatches have accumulated, without another backward."""
+        """Close the current lane with what its microbatches have accumulated, without another backward."""
         reducer, lanes = self._reducer, self.lanes
         with reducer.lock, torch.no_grad():
             if not reducer.sync_on:
@@ -229,14 +230,14 @@ class LaneBatch:
             if not lanes.backwards:
                 raise UsageError(
                     f"sync_gradients() closes lane {lanes.current} of step {lanes.step}, which has had no backward; "
-                    f"call loss.backward() inside no_sync() before, or model.skip_batch() if the lane is to count for "
+                    f"call loss.backward() inside no_sync() before, or model.skip_batch() if the lane should count for "
                     f"nothing"
                 )
             reducer.prepare()
             self._close_without_backward()
 
     def check_ended(self) -> None:
-        """The user's loop asks for the next lane: the one before it must be closed."""
+        """The user's loop asks for the next lane: the previous one must be closed."""
         reducer, lanes = self._reducer, self.lanes
         with reducer.lock, torch.no_grad():
             self._raise_if_failed()
@@ -246,7 +247,7 @@ class LaneBatch:
                     ran = "its only backward" if lanes.backwards == 1 else f"all its {lanes.backwards} backwards"
                     raise UsageError(
                         f"{lane} ended without a backward that closes it: {ran} ran inside no_sync(). Run the last "
-                        f"backward of a lane outside of no_sync(), or call model.sync_gradients() there"
+                        f"backward of a lane outside no_sync(), or call model.sync_gradients() there"
                     )
                 raise UsageError(
                     f"{lane} ended without a backward; call loss.backward() once in the loop over lanes (earlier ones "
@@ -254,7 +255,7 @@ class LaneBatch:
                 )
 
     def _raise_if_failed(self) -> None:
-        """A backward that ended with an exception ends its step, also if the loop has caught that and goes on."""
+        """A backward that ended with an exception ends its step, even if the loop has caught that and continues."""
         if self._reducer.backwards.failed():
             abandon(self._reducer)
         self._check_not_failed()
@@ -264,7 +265,7 @@ class LaneBatch:
         if lanes.failed is not None:
             raise BackwardAborted(
                 f"the backward of lane {lanes.failed} in step {lanes.step} ended with an exception, so this step has "
-                f"no gradients on any rank; catch it outside the loop over lanes, and go on with the next step",
+                f"no gradients on any rank; catch it outside the loop over lanes, and continue with the next step",
                 ranks=[reducer.transport.rank],
             )
 
@@ -275,7 +276,8 @@ class LaneBatch:
             self._reducer.finish()
 
     def _abort_step(self, why: Abort = Abort.EXCEPTION, *, begun: bool = False) -> None:
-        """Complete the reduction of a step that was left half-way, and tell the others. `begun`: it flies already."""
+        """Complete the reduction of a step that was abandoned half-way, and tell the others. `begun`: it is already in
+        flight."""
         reducer = self._reducer
         self.lanes.cancel_remaining()
         reducer.prepare()
@@ -284,7 +286,7 @@ class LaneBatch:
         abort(reducer, why)
 
     def _empty_buckets(self) -> None:
-        """Have empty buckets for the next lane. Which parameters took part in those before it is not forgotten."""
+        """Empty the buckets for the next lane, but keep which parameters earlier lanes used."""
         for bucket in self._reducer.bucket_set.buckets:
             bucket.rearm()
         for slot in self._reducer.bucket_set.slots:

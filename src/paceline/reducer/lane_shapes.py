@@ -1,6 +1,6 @@
-"""Lanes count equally, so their microbatches must be equally large, unless weight() has said how much each one counts.
+"""Lanes have equal weight, so their microbatches must be equally large, unless weight() sets their weights.
 
-Ranks tell each other a digest of the shapes of their microbatches, as these were dealt. Only where the digests differ,
+Ranks exchange a digest of the shapes of their microbatches, as passed to model.lanes(). Only if the digests differ,
 or the lanes of one rank do, the shapes themselves are exchanged, so that every rank can name them.
 """
 
@@ -36,14 +36,14 @@ def check(rows: Sequence[StepReport], lanes: Lanes, group: Group) -> None:
     texts = [payload.decode(errors="replace") for payload in payloads]
     by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     raise UsageError(
-        f"the microbatches of step {lanes.step} have different shapes, as they were dealt ({by_rank}): lanes count "
-        f"equally, so some would count too much or too little. Use a loader with drop_last=True, or run each backward "
-        f"inside model.weight(number of samples)"
+        f"the microbatches of step {lanes.step} have different shapes ({by_rank}): lanes have "
+        f"equal weight, so some samples would count too much or too little. Use a loader with drop_last=True, or run "
+        f"each backward inside model.weight(number of samples)"
     )
 
 
 def _describe_shapes(lanes: Lanes) -> str:
-    """What this rank's microbatches were, lanes of one shape together."""
+    """The shapes of this rank's microbatches, grouped by lanes of equal shape."""
     runs: list[tuple[range, Shapes]] = []
     for lane, shapes in sorted(lanes.shapes.items()):
         if runs and runs[-1] == (range(runs[-1][0].start, lane), shapes):

@@ -1,9 +1,9 @@
-"""The lanes of one step on one rank: which one runs, and the sums of those that have run.
+"""The lanes of one step on one rank: the current one, and the sums of those that have run.
 
     open(lane) ─→ its backward ─→ close(): folded into the sums ─→ open(next lane) … the last one is reduced
 
 A lane's gradients are added to those of the lanes before it in the order of one tree over lane numbers
-(`tree_sum.py`), whoever runs which lanes. A rank keeps the sums of whole blocks of its lanes, at most one for each
+(`tree_sum.py`), whichever ranks run them. A rank keeps the sums of whole blocks of its lanes, at most one for each
 level of the tree: log2(lanes) copies of the gradients in a world of one, and none where each rank runs one lane.
 """
 
@@ -34,23 +34,23 @@ _NEXT_STATES = {
 
 
 class Lanes:
-    """What this rank knows of the lanes of the current step."""
+    """This rank's state of the lanes of the current step."""
 
-    reduces = True  # the last of them is followed by a reduction, which other ranks wait for
+    reduces = True  # the last of them is followed by a reduction, for which other ranks wait
 
     def __init__(self, count: int, rank: int, size: int) -> None:
         self.count = count
-        self.step = 0  # as the user counts
+        self.step = 0  # as counted by the user
         self.failed: int | None = None  # the lane of this step whose backward ended with an exception
         self.backwards = 0  # of the lane that runs
-        self.shapes: dict[int, Shapes] = {}  # as dealt, of the microbatches that counted like all others, by lane
+        self.shapes: dict[int, Shapes] = {}  # by lane, of the microbatches with the default weight
         self._shapes: Shapes = ()  # of the lane that runs
         self._sums: dict[int, list[tuple[Block, torch.Tensor]]] = {}  # by bucket, from left to right
         self._free: dict[int, list[torch.Tensor]] = {}
         self.deal(rank, size)
 
     def deal(self, rank: int, size: int) -> None:
-        """Run what one of `size` ranks runs. Whoever holds these lanes goes on with them."""
+        """Assign the lanes of one of `size` ranks, for all holders of this object."""
         self.mine = lanes_of(rank, size, self.count)
         self.failed = None
         self.forget_memory()
@@ -58,7 +58,7 @@ class Lanes:
 
     @property
     def last(self) -> bool:
-        """Whether the lane that runs is the last one of this rank, so that its backward reduces."""
+        """Whether the current lane is the last one of this rank, so that its backward reduces."""
         return self.current == self.mine[-1]
 
     @property
@@ -67,7 +67,7 @@ class Lanes:
 
     @property
     def run(self) -> int:
-        """How many lanes of this step have run here."""
+        """The number of lanes of this step that have run here."""
         return self.current - self.mine[0] + (self.state is LaneState.CLOSED)
 
     @property
@@ -81,17 +81,18 @@ class Lanes:
         self.current, self.backwards, self._shapes = lane, 0, shapes
 
     def close(self, weight: float, *, plain: bool = False) -> None:
-        """The lane's gradients are in. `plain`: it counts as much as any other, so its microbatch must be as large."""
+        """The lane's gradients are complete. `plain`: it has the default weight, so its microbatch must be equally
+        large."""
         self._move(LaneState.CLOSED)
         self.weights[self.current] = weight
         if plain:
             self.shapes[self.current] = self._shapes
 
     def end(self) -> None:
-        """The step is over, or is given up: forget its sums. Their memory stays for the next one."""
+        """The step is over or abandoned: drop its sums. Their memory is kept for the next one."""
         self.state, self.current = LaneState.NONE, -1
         self.cancelled = False  # not all lanes of this step will run here
-        self.owed = False  # none will, and the other ranks have not been told
+        self.owed = False  # no lane will run, and the other ranks have not been told
         self.weights = [0.0] * self.count  # of the lanes that have run here; 0 for those of others
         self.shapes.clear()
         for bucket, sums in self._sums.items():
@@ -116,13 +117,13 @@ class Lanes:
 
     def blocks(self, bucket: int, flat: torch.Tensor) -> Sequence[tuple[Block, torch.Tensor]]:
         """All sums of this rank, now that its last lane is in `flat`, which holds the last of them."""
-        if self.cancelled:  # nobody reads them
+        if self.cancelled:  # no rank reads them
             return [(block, flat) for block in aligned_blocks(self.mine.start, len(self.mine))]
         block = self._add_left(bucket, flat)
         return [*self._sums[bucket], (block, flat)]
 
     def _add_left(self, bucket: int, flat: torch.Tensor) -> Block:
-        """Add to `flat` the sums that stand left of it in the tree; returns the block it then is the sum of."""
+        """Add to `flat` the sums to its left in the tree; returns the block that it then covers."""
         sums = self._sums.setdefault(bucket, [])
         first, width = self.current, 1
         while sums and sums[-1][0] == (first - width, width) and first % (2 * width):

@@ -1,4 +1,4 @@
-"""Gradients that came after their bucket had left: they are reduced in a second round, and added."""
+"""Gradients that arrived after their bucket had been launched: they are reduced in a second round, and added."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from paceline.reducer.step import Division
 
 
 def reduce_late(slots: Sequence[GradSlot], group: Group, scale: float) -> None:
-    """Reduce what nested backwards delivered after the buckets had left, and add it. All ranks call it, or none."""
+    """Reduce what nested backwards delivered after the launch, and add it. All ranks call it, or none."""
     transport = group.transport
     flags = torch.tensor([slot.late for slot in slots], dtype=torch.int32, device="cpu")
     group.wait(transport.all_reduce(flags), "the list of late gradients")
@@ -31,15 +31,15 @@ def reduce_late(slots: Sequence[GradSlot], group: Group, scale: float) -> None:
 
 
 def scale_of_late(weight: float | None, division: Division) -> float:
-    """By what late gradients are multiplied: they are summed without the reduction, after it and before means are made.
-    `weight`: of the backward that brought them, if it has one."""
+    """The factor for late gradients: they are summed separately, after the reduction and before the division.
+    `weight`: that of their backward, if it has one."""
     if division.by_reduction:
         return (1.0 if weight is None else weight) / division.size
     return 1.0 / division.divisor if weight is None else weight
 
 
 def drop_late(slots: Sequence[GradSlot]) -> None:
-    """Nobody has gradients of this reduction."""
+    """No rank has gradients of this reduction."""
     for slot in slots:
         if slot.late:
             slot.param.grad = None

@@ -1,4 +1,4 @@
-"""How a rank takes part in a reduction without a backward of its own that ended well."""
+"""How a rank takes part in a reduction without a successful backward of its own."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
@@ -21,7 +21,8 @@ TWO_THREADS = (
 
 
 def reduce_now(reducer: "Reducer", *, by_hand: bool = False) -> None:
-    """Reduce what has been accumulated so far, without another backward. `by_hand`: also what was put there."""
+    """Reduce what has been accumulated so far, without another backward. `by_hand`: also gradients that were
+    assigned."""
     with reducer.lock, torch.no_grad():
         if reducer.backwards.failed():
             abandon(reducer)
@@ -39,7 +40,7 @@ def reduce_now(reducer: "Reducer", *, by_hand: bool = False) -> None:
 
 
 def skip(reducer: "Reducer") -> None:
-    """Take part in the reduction of this step with what earlier microbatches have left. If none has, with nothing."""
+    """Take part in the reduction of this step with what earlier microbatches have left, if anything."""
     with reducer.lock, torch.no_grad():
         if reducer.backwards.failed():
             told = reducer.backwards.current is not None and reducer.backwards.current.reduces
@@ -54,7 +55,7 @@ def skip(reducer: "Reducer") -> None:
 
 
 def shadow(reducer: "Reducer") -> None:
-    """Take part in a reduction with zeros, and keep the own gradients: a rank without data inside join()."""
+    """Take part in a reduction with zeros, and keep this rank's gradients: a rank without data inside join()."""
     with reducer.lock, torch.no_grad():
         _take_part_with_nothing(reducer, StepRole.EMPTY)
 
@@ -71,7 +72,7 @@ def _take_part_with_nothing(reducer: "Reducer", role: StepRole) -> None:
 def abandon(reducer: "Reducer", why: Abort = Abort.EXCEPTION) -> None:
     """Forget a backward that ended with an exception, and be ready for the next one.
 
-    If it was to be reduced, the other ranks wait for it: its reduction is completed, without gradients, and they are
+    If it was to be reduced, the other ranks wait for it: its reduction is completed without gradients, and they are
     told. What earlier backwards have accumulated stays, if this one was only to add to it.
     """
     with reducer.lock, torch.no_grad():
@@ -83,10 +84,10 @@ def abandon(reducer: "Reducer", why: Abort = Abort.EXCEPTION) -> None:
             return
         for call in reducer.callbacks.failed:
             call()
-        if backward.alone and not reducer.hooks:  # as with the bare module, what it has left stays
+        if backward.alone and not reducer.hooks:  # as with the bare module, its gradients stay
             reducer.step_state.closed()
             return
-        if reducer.schedule.broken:  # no collective of ours would fit what the others do; the watch names us to them
+        if reducer.schedule.broken:  # collectives would not match those of other ranks; the watch reports it
             reducer.reset()
             return
         if not backward.delivered:
@@ -97,7 +98,8 @@ def abandon(reducer: "Reducer", why: Abort = Abort.EXCEPTION) -> None:
 
 
 def fail_in_two_threads(reducer: "Reducer") -> NoReturn:
-    """A backward has ended that had company: no rank has gradients of it, and this one is told why."""
+    """A backward that overlapped with another has ended: no rank has gradients of it, and this rank raises the
+    reason."""
     abandon(reducer, Abort.THREADS)
     raise BackwardAborted(TWO_THREADS, ranks=[reducer.transport.rank])
 
@@ -110,8 +112,8 @@ def abort(reducer: "Reducer", why: Abort = Abort.EXCEPTION) -> None:
 
 
 def discard_in_flight(reducer: "Reducer") -> None:
-    """The process group is gone. Forget the backward and the gradients that are under way, without telling the other
-    ranks: `abandon` would complete the reduction that they wait for, over a transport that is no more."""
+    """The process group has ended. Forget the backward and the gradients that are under way, without telling the other
+    ranks: `abandon` would complete the reduction that they wait for, over a transport that no longer exists."""
     with reducer.lock, torch.no_grad():
         reducer.backwards.close()
         drop_all(reducer.bucket_set)
@@ -122,9 +124,9 @@ def discard_in_flight(reducer: "Reducer") -> None:
 
 def _leave(reducer: "Reducer") -> None:
     """A backward on this thread has failed in another replica. If this one had a forward whose backward the others wait
-    for, it was most likely to be the same: they are told that it will not come.
+    for, it was most likely the same one: tell them that it will not come.
 
-    A replica that is called in every step and never reduced, such as a teacher, waits for no backward.
+    A replica that is called in every step and never reduced, such as a teacher, is not waited for.
     """
     with reducer.lock, torch.no_grad():
         pending = reducer.step_state.forwards_pending
@@ -138,15 +140,15 @@ def _leave(reducer: "Reducer") -> None:
 
 
 def discard_others(reducer: "Reducer") -> None:
-    """The end of a backward has raised, so other replicas of it are not called there any more; but the other ranks wait
-    for what they do."""
+    """The end of a backward has raised, so autograd no longer calls the other replicas in it; but the other ranks wait
+    for them."""
     for other in pending_reducers.others(reducer):
         receive_and_discard(other)
 
 
 def receive_and_discard(reducer: "Reducer") -> None:
     """This replica has sent, and another one of the same backward has raised before this one could receive: do so now,
-    and drop the gradients of that backward. Whoever ran it has heard that it failed."""
+    and drop the gradients of that backward. Its caller has already got the error."""
     with reducer.lock, torch.no_grad():
         with suppress(PacelineError):
             reducer.receive()

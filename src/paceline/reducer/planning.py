@@ -1,10 +1,11 @@
-"""Which gradients share a bucket: learnt from the first backwards, and agreed by all ranks.
+"""Which gradients share a bucket: learned from the first backwards, and agreed by all ranks.
 
     reduction 1      the order in which gradients become ready; buckets are laid out in it
-    reduction 3      when each becomes ready, and what a reduction costs here; buckets are cut to end first
+    reduction 3      when each becomes ready, and what a reduction costs here; buckets are cut so that the last one ends
+    earliest
 
-Where the computing thread reduces by itself, times matter little and the plan is made after reduction 1 already. Rank 0
-decides, all take up the new layout at the next step. With torch's size arguments only the order is learnt.
+If the computing thread does the reductions, times matter little and the plan is made after reduction 1. Rank 0
+decides, and all switch to the new layout at the next step. With torch's size arguments only the order is learned.
 """
 
 import logging
@@ -24,18 +25,18 @@ from paceline.reducer.settings import ReducerSettings
 
 logger = logging.getLogger("paceline")
 
-PLAN_AT = 3  # the first backwards are slower than those that follow: memory and kernels are new
-STOP_AT = 16  # whatever is not learned by then is not learned at all
+PLAN_AT = 3  # the first backwards are slower, because memory and kernels are new
+STOP_AT = 16  # learning ends here even if it is incomplete
 PROBED_BYTES = (MIB // 4, 4 * MIB)
 PROBED_BYTES_ON_DEVICE = (2 * MIB, 32 * MIB)
 PROBES = 4
-# Nothing is reduced faster than a device reads and writes its memory. Small probes do not show it, and without it one
+# No reduction is faster than the device's memory. Small probes do not show that limit, and without it one
 # bucket would look as good as several (measured on an H200, on one rank: 311 MiB take 0.24 ms, 32 MiB as long as 2).
 LEAST_S_PER_BYTE_ON_DEVICE = 0.7e-12
 
 
 class Planning:
-    """Finds the buckets of one replica."""
+    """Plans the buckets of one replica."""
 
     def __init__(self, settings: ReducerSettings, group: Group, device: torch.device) -> None:
         self._settings = settings
@@ -47,15 +48,16 @@ class Planning:
         self._number = 0  # of the last reduction
         self.order_learned = False
         self.plan: Plan | None = None
-        self.measures = False  # the times of the backward that runs are wanted
-        self.over = settings.keeps_layout  # there is nothing more to learn: steps need not ask
+        self.measures = False  # the times of the current backward are needed
+        self.over = settings.keeps_layout  # there is nothing more to learn
 
     @property
     def _transport(self) -> Transport:
         return self._group.transport
 
     def begin(self, number: int, *, multi_step: bool) -> None:
-        """Reduction `number` begins. Communication hooks (`multi_step`) may keep state by bucket: no new cuts then."""
+        """Reduction `number` begins. Communication hooks (`multi_step`) may keep state by bucket, so these are not cut
+        again."""
         self._number = number
         wanted = self._plans and not (self._group.single or self.learning_over or multi_step) and self.plan is None
         self.measures = wanted and (self._transport.traits(self._device).progress_on_caller or number >= self._plan_at)
@@ -63,7 +65,8 @@ class Planning:
             self._clock.begin()
 
     def begin_anew(self, layout: Layout, number: int) -> None:
-        """Forget the plan: after reduction `number` gradients are of another type or size, and ready at other times."""
+        """Forget the plan: after reduction `number` gradients have another type or size, and become ready at other
+        times."""
         self._device = layout.params[0].device
         self._clock = ReadyClock(self._device)
         self._plans = self._settings.plans_buckets
@@ -123,7 +126,7 @@ class Planning:
         self.order_learned = True
 
     def _probe_memory(self) -> torch.Tensor | None:
-        """What probes are made with. None on all ranks if one of them cannot have it: the others would wait for it."""
+        """The memory for probes. None on all ranks if one of them cannot allocate it, because the others would wait."""
         nbytes = self._probed_bytes[-1]
         memory: torch.Tensor | None = None
         try:
@@ -141,7 +144,7 @@ class Planning:
         return memory if able.item() else None
 
     def _probe(self, memory: torch.Tensor, *, scatters: bool) -> Cost:
-        """Measure what a reduction costs, now that all ranks are here. `scatters`: each keeps its shard of it."""
+        """Measure the cost of a reduction while all ranks are in this call. `scatters`: each keeps its shard of it."""
         transport, on_device = self._transport, self._device.type == "cuda"
         samples: list[tuple[int, float]] = []
         for nbytes in self._probed_bytes:

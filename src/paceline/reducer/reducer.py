@@ -3,7 +3,7 @@
     on_grad_ready ─ counts a bucket down ─→ Schedule.launch ─→ reduction(bucket) ─→ transport.all_reduce
     end of backward ─→ _send (pad, launch, report) ─→ receive (wait in order, read reports, publish gradients)
 
-Nothing here looks at the graph: a parameter that took no part is one whose hook did not run by the end.
+The graph is not traversed: a parameter is unused if its hook did not run by the end.
 """
 
 import threading
@@ -60,28 +60,28 @@ class Reducer:
         self.schedule = Schedule(self.bucket_set, group, reduction, self.trace, self.wait)
         self.batch: RankBatch | LaneBatch = RankBatch(self) if lanes is None else LaneBatch(self, lanes)
         self.schedule.batch = self.batch
-        # What the replica switches.
+        # Set by the replica.
         self.sync_on = True  # no_sync() and disable_grad_sync()
-        self.sync_in_join: bool | None = None  # inside join() the forward decides, because it has told the others
+        self.sync_in_join: bool | None = None  # inside join() the forward decides, because it has informed the others
         self.divisor: float = self.batch.count  # join() may lower it to the ranks that still have data
         self.weighting = Weighting()
         self.optimizes_in_backward = False
         self.after_backward: list[torch.futures.Future[object]] = []  # buffer hooks to wait for
-        # What it may read.
+        # Read by the replica.
         self.step_state = StepState()
         self.uses: list[int] | None = None  # of the last reduction; None: every parameter on every rank
         self.ready_order: list[int] = []  # of the last reduction
         self.buckets_reduced = 0  # in the last reduction
         self.graph = GraphMemory()
         self.last_error: str | None = None
-        self.refused: Callable[[], Exception] | None = None  # for backwards until there is a forward: others have none
+        self.refused: Callable[[], Exception] | None = None  # the error for backwards until the next forward
         self.lock = threading.RLock()  # a module on several devices has a backward thread for each
         self.backwards = Backwards(self._at_end, on_host=all(meta.device.type == "cpu" for meta in layout.params))
         self.contribution = Contribution()
         self.device = layout.params[0].device
         self._slot_of = self.bucket_set.slot_of
         self._one_device = all(meta.device == self.device for meta in layout.params)
-        self._pending_receive: autograd.PendingReceive | None = None  # has sent, and not received
+        self._pending_receive: autograd.PendingReceive | None = None  # set after sending, until received
         on_device = DeviceReports(self.device) if self.device.type == "cuda" else None
         self.reports = ReportExchange(group, on_device)
         self.planning = Planning(settings, group, self.device)
@@ -98,7 +98,7 @@ class Reducer:
         """Also the number of the reduction that runs, or ran last: equal on all ranks."""
         return self.schedule.reductions_begun
 
-    # ---- the way of a gradient
+    # ---- the path of a gradient
 
     def on_grad_ready(self, param: torch.Tensor) -> None:
         """Autograd has added to `param.grad`. Runs once per parameter and backward, on the thread of the backward."""
@@ -139,13 +139,13 @@ class Reducer:
             return None
 
     def _first_gradient(self, task: int, param: torch.Tensor) -> Backward:
-        """The first gradient of a backward, or of one nested in it, has come."""
+        """The first gradient of a backward, or of one nested in it, has arrived."""
         grad = param.grad
         if self.weighting.microbatches and self.weighting.current is not None and self.backwards.current is None:
             check_unweighted(self._slot_of[id(param)])
         backward = self._enter(task)
         if not backward.delivered:
-            if param.grad is None:  # dropped with the gradients of a backward before this one that had failed
+            if param.grad is None:  # dropped with the gradients of an earlier, failed backward
                 param.grad = grad
             self.begin(backward)
         return backward
@@ -157,7 +157,7 @@ class Reducer:
         self.receive()
 
     def _send(self) -> None:
-        """Have on its way all that the other ranks need."""
+        """Send everything that the other ranks need."""
         self.trace.stamp(Moment.BACKWARD_END, self.reductions_begun)
         self.backwards.close()
         if self.planning.measures:
@@ -174,8 +174,8 @@ class Reducer:
             raise
 
     def receive(self) -> None:
-        """Wait for what the others have sent, and give the gradients back. Whatever is raised, the reducer is ready for
-        the next backward; the gradients of this one are gone unless the error says so."""
+        """Wait for the other ranks' data, and publish the gradients. Whatever is raised, the reducer is ready for
+        the next backward; the gradients of this one are dropped unless the error says otherwise."""
         self._pending_receive = None
         pending_reducers.discard(self)
         if self.schedule.stream_ordered and not torch.cuda.is_current_stream_capturing():
@@ -200,8 +200,8 @@ class Reducer:
     # ---- reports
 
     def _send_report(self) -> None:
-        """Tell the other ranks what this one has to tell. A step that goes into a CUDA graph tells nothing: its replays
-        would tell the same again."""
+        """Send this rank's report. A step that is captured into a CUDA graph sends none: its replays would send the
+        same one again."""
         on_device = self.schedule.stream_ordered
         if on_device and torch.cuda.is_current_stream_capturing():
             return
@@ -213,10 +213,10 @@ class Reducer:
         contribution.sent.graph_error = contribution.graph_error
 
     def _read_reports(self) -> Exception | None:
-        """Read the reports that are due, and give the gradients back. Returns the error that all ranks raise.
+        """Read the reports that are due, and publish the gradients. Returns the error that all ranks raise.
 
         On a host, which waits for the sums anyway, and until buckets are planned, those of this reduction are due;
-        where streams order collectives, those of the one before. A step that a CUDA graph captures has none.
+        if streams order collectives, those of the previous one. A step that a CUDA graph captures has none.
         """
         mine = self.contribution.sent
         if mine is None:
@@ -231,7 +231,7 @@ class Reducer:
         return (self._give_back(settle_unread(self, mine)) if later else None) or error
 
     def _give_back(self, settled: Settled) -> Exception | None:
-        """Every parameter gets its gradient, unless nobody has any. Returns the error to raise."""
+        """Set every parameter's gradient, unless no rank has any. Returns the error to raise."""
         if settled.refuses is not None:
             self.refused = settled.refuses
         if settled.aborted:
@@ -253,7 +253,7 @@ class Reducer:
     # ---- one backward
 
     def _enter(self, task: int) -> Backward:
-        """The backward that is under way, begun if need be. A backward inside it counts as part of it."""
+        """The current backward, begun if necessary. A nested backward counts as part of it."""
         if (found := self.backwards.found(task)) is not None:
             if found.task != task and found.met_another:
                 raise IllegalMove(participation.TWO_THREADS)
@@ -279,7 +279,7 @@ class Reducer:
         return backward
 
     def begin(self, backward: Backward) -> None:
-        """The first gradient of a backward has come, so it is one that reduces (and not `autograd.grad`)."""
+        """The first gradient of a backward has arrived, so it is one that reduces (and not `autograd.grad`)."""
         backward.delivered = True
         self.batch.begin_backward()
         self.weighting.note_backward()
@@ -290,8 +290,8 @@ class Reducer:
             self.begin_reduction()
 
     def is_alone(self) -> bool:
-        """Whether the mean over all ranks is what autograd has made already. Then there are no buckets, and no hooks
-        either, unless someone wants to know which parameters took part: a world of one costs nothing."""
+        """Whether autograd's gradients already are the mean over all ranks. Then there are no buckets, and no hooks
+        either, unless it is needed which parameters took part: a world of one costs nothing."""
         return (
             self.group.single
             and self.schedule.reduction.trivial_alone
@@ -300,11 +300,11 @@ class Reducer:
             # On a device the update is gated instead: see replica/gate.py.
             and not (self.schedule.looks_at_sums and self.device.type == "cpu")
             and not self.settings.hold
-            and not self.bucket_set.allocated  # once there are buckets, gradients go through them
+            and not self.bucket_set.allocated  # existing buckets remain in use
         )
 
     def prepare(self) -> None:
-        """Have buckets, and hooks that fill them."""
+        """Create the buckets, and the hooks that fill them."""
         if not self.bucket_set.allocated:
             self.bucket_set.allocate(self.transport)
         self.hooks.register()
@@ -345,7 +345,7 @@ class Reducer:
                 self.trace.stamp(Moment.BACKWARD_LEFT, self.reductions_begun)
 
     def progress(self) -> None:
-        """Do what the other ranks wait for, while this one waits for something else."""
+        """Make progress on collectives that other ranks wait for, while this rank waits for something else."""
         if self.schedule.polls:
             self.schedule.advance()
         if self.contribution.sent is None and self.schedule.launched_all and not self.schedule.busy_after_advancing():
@@ -376,10 +376,10 @@ class Reducer:
     def wait(self, work: Work, what: str) -> None:
         self.group.wait(work, what, pending_reducers.of(self))
 
-    # ---- what the replica calls
+    # ---- called by the replica
 
     def before_forward(self, *, grads: bool, training: bool) -> None:
-        """Forget a backward that failed, take up a new layout, and note that a step has begun."""
+        """Forget a backward that failed, switch to a new layout, and note that a step has begun."""
         with self.lock, torch.no_grad():
             self.reports.raise_watcher_error()
             if self.hooks:
@@ -403,19 +403,19 @@ class Reducer:
                 self.step_state.window_open = True
 
     def on_output_backward(self, _: torch.Tensor) -> None:
-        """A backward has come to an output of the replica: see `ParamHooks.watch_output`."""
+        """A backward has reached an output of the replica: see `ParamHooks.watch_output`."""
         with self.lock:
             if not all(slot.owned_elsewhere for slot in self.bucket_set.slots):
                 self._enter(task_id())
 
     def others_wait(self) -> bool:
-        """Whether the loss of a training forward touched no parameter here, so that the others still wait."""
+        """Whether the loss of a training forward touched no parameter here, so that the other ranks still wait."""
         if self.backwards.failed():
             participation.abandon(self)
         return self.sync_on and not self.batch.has_lanes and self.step_state.others_wait(self.bucket_set.slots)
 
     def apply_pending_layout(self) -> bool:
-        """Take up the planned layout, if there is one and nothing is under way."""
+        """Switch to the planned layout, if there is one and nothing is under way."""
         with self.lock, torch.no_grad():
             if self.backwards.current is not None or self.batch.holds:
                 return False
@@ -424,7 +424,7 @@ class Reducer:
             return moved
 
     def follow_group(self, reduction: Reduction) -> None:
-        """The group has moved to another transport; the order of gradients is learned anew by the new set of ranks."""
+        """The group has moved to another transport; the new set of ranks learns the order of gradients again."""
         check_goes_over(self.transport, reduction, self.device)
         forget_other_ranks(reduction)
         self.schedule.reduction = reduction

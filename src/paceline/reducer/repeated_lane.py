@@ -1,8 +1,8 @@
-"""A lane that two ranks compute, for an audit: what its owner keeps of it, and how it runs once more elsewhere.
+"""A lane that two ranks compute, for an audit: the gradients that its owner keeps, and the second run elsewhere.
 
-The owner runs its lane as in any step; what it has made of it is copied before it is folded into the sums. The other
-rank runs the lane after its own ones, when the step is reduced: the gradients of the step are set aside, the lane's go
-through the same buckets by the same code, and then all is as it was. So what is compared has met the same roundings.
+The owner runs its lane as in any step; the result is copied before it is folded into the sums. The other rank runs the
+lane after its own ones, when the step is reduced: the gradients of the step are set aside, the lane's go through the
+same buckets by the same code, and then everything is restored. So the compared gradients had the same roundings.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ LaneGrads = Mapping[int, torch.Tensor]  # the gradients of one lane, by bucket
 
 
 class AuditedLanes(Lanes):
-    """Lanes of which one may be kept as its backward has left it."""
+    """Lanes that can keep the gradients of one lane after its backward."""
 
     def __init__(self, count: int, rank: int, size: int) -> None:
         self._kept_lane = -1
@@ -25,7 +25,7 @@ class AuditedLanes(Lanes):
         super().__init__(count, rank, size)
 
     def keep(self, lane: int) -> None:
-        """Keep the gradients of `lane`, in memory of their own; of no lane if it is -1."""
+        """Keep the gradients of `lane`, in memory of their own; -1: of no lane."""
         self._kept_lane = lane
         self.kept = {}
 
@@ -36,7 +36,7 @@ class AuditedLanes(Lanes):
 
 
 class _OneLane(Lanes):
-    """A lane of another rank, which goes into no sum."""
+    """A lane of another rank, which is not added to any sum."""
 
     reduces = False
 
@@ -46,18 +46,18 @@ class _OneLane(Lanes):
 
     @property
     def last(self) -> bool:
-        return False  # which is what is reduced
+        return False  # this is what the reduction sums
 
     @property
     def holds(self) -> bool:
-        return True  # the gradients of the step, which are set aside in the present layout
+        return True  # the gradients of the step, which are set aside in the current layout
 
     def taken(self) -> LaneGrads:
         return {bucket: memory for bucket, ((_, memory),) in self._sums.items()}
 
 
 class RepeatedLane:
-    """Runs a lane once more in a replica whose step is reduced and not used yet."""
+    """Runs a lane once more in a replica whose step is reduced but not used yet."""
 
     def __init__(self, reducer: Reducer, lane: int) -> None:
         """From now on until `end()`, a backward is one of `lane`."""
@@ -72,7 +72,7 @@ class RepeatedLane:
         self._one.open(lane)
 
     def end(self) -> LaneGrads | None:
-        """The replica is as it was before. Returns the lane's gradients; None if its backward did not end well."""
+        """Restore the replica. Returns the lane's gradients; None if its backward failed."""
         reducer = self._reducer
         with reducer.lock, torch.no_grad():
             reducer.backwards.close()  # one that has failed

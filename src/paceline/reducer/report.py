@@ -1,8 +1,8 @@
-"""What ranks tell each other once per reduction, how this one takes part in it, and how it travels.
+"""The step report that ranks exchange once per reduction, this rank's part in it, and how it is sent.
 
-The reports of all ranks are gathered by one small collective beside the last buckets. They do not ride inside one,
+The reports of all ranks are gathered by one small collective beside the last buckets. They are not part of one,
 because a communication hook may compress it, its dtype may not hold them, and only when backward has ended is it known
-whether it ended well. What follows from them stands in `settle.py`; how they travel where streams order collectives, in
+whether it ended well. `settle.py` acts on them; how they are sent if streams order collectives is in
 `device_reports.py`.
 """
 
@@ -34,14 +34,14 @@ class Vote(Flag):
 
     NOTHING = 0
     STOP = 1  # end the run after this step
-    SAVE = 2  # write a checkpoint after this step, and go on
+    SAVE = 2  # write a checkpoint after this step, and continue
     EXHAUSTED = 4  # this rank has no more data
     REGROUP = 8  # end this generation after this step: members wait to join (`paceline.elastic`)
     PREEMPTED = 16  # a declared `Preemption` got a signal on this rank
 
 
 class Mode(Enum):
-    """What kind of backwards a rank has run since the last reduction."""
+    """The kind of backwards that a rank has run since the last reduction."""
 
     NOTHING = 0
     PLAIN = 1
@@ -53,28 +53,28 @@ class Mode(Enum):
 
 
 class Abort(Enum):
-    """Why a rank has no gradients that could be used, for a reduction that the others wait for."""
+    """Why a rank has no usable gradients for a reduction that the others wait for."""
 
     NO = 0
     EXCEPTION = 1  # its backward ended with an exception
     THREADS = 2  # two of its threads ran a backward at once
-    DAMAGED = 3  # what another rank has sent is not what has come
+    DAMAGED = 3  # a message from another rank was damaged
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one rank tells. Every field but the last two is one column of 64 bits, in this order."""
+    """The report of one rank. Every field but the last two is one column of 64 bits, in this order."""
 
-    reduction: int  # how many reductions this rank has begun: must be equal
+    reduction: int  # number of reductions this rank has begun: must be equal
     unused: int  # parameters that took no part
-    late: int  # gradients that came after their bucket had left
+    late: int  # gradients that arrived after their bucket's launch
     mode: Mode  # plain and weighted backwards must not meet
     weight: float  # sum of the weights of this rank's microbatches
     microbatches: int = 0  # backwards since the last reduction
-    ready: int = 0  # gradients that came through a backward
+    ready: int = 0  # gradients that came from a backward
     graph_changed: bool = False  # though it was declared static
     abort: Abort = Abort.NO
-    skipped: bool = False  # this rank has no part in the mean
+    skipped: bool = False  # this rank is left out of the mean
     votes: Vote = Vote.NOTHING
     launch_digest: int = 0  # of all buckets that were ever launched: must be equal
     state: int = 0  # see reducer/step_observer.py for this one and the next two
@@ -89,7 +89,7 @@ class StepReport:
 
     @property
     def broken(self) -> bool:
-        """Whether sums with this rank's part are not what they should be."""
+        """Whether sums that include this rank's part are wrong."""
         return self.abort is not Abort.NO or self.late > 0
 
     def encode(self) -> list[int]:
@@ -102,15 +102,15 @@ class StepReport:
         try:
             values: list[Any] = [read(value) for value, (_, _, read) in zip(row[1:HEADER], _COLUMNS, strict=True)]
         except ValueError as error:
-            raise MessageDamaged(f"expected a step report, got {len(row)} columns that are none: {error}") from error
+            raise MessageDamaged(f"expected a step report, got {len(row)} invalid columns: {error}") from error
         middle = len(row) - lanes
         values += (tuple(row[HEADER:middle]), _from_bits(row[middle:]))
         return cls(*values)
 
 
 def column_of(field: str) -> int:
-    """Where a report has this field. Its first column says that the rank's gradients are not to be used: a float32, 1.0
-    or 0.0, in the first half."""
+    """The column of this field in a report. Its first column says that the rank's gradients are not to be used: a
+    float32, 1.0 or 0.0, in the first half."""
     return 1 + [name for name, *_ in _COLUMNS].index(field)
 
 
@@ -123,7 +123,7 @@ def _from_bits(columns: Sequence[int]) -> tuple[float, ...]:
 
 
 def _codec(kind: Any) -> tuple[Callable[[Any], int], Callable[[int], Any]]:
-    """How a field of type `kind` becomes a column, and a column such a field."""
+    """The conversions of a field of type `kind` to a column and back."""
     if kind is float:
         return lambda value: _to_bits(value)[0], lambda column: _from_bits((column,))[0]
     return (int, kind) if kind in (int, bool) else (lambda value: int(value.value), kind)
@@ -136,14 +136,14 @@ _ONE = int.from_bytes(struct.pack("<f", 1.0), "little")
 
 @dataclass(eq=False, slots=True)
 class PendingReports:
-    """The reports of one reduction, on their way. They may be read once `work` is complete."""
+    """The reports of one reduction, being gathered. They may be read once `work` is complete."""
 
     number: int
     work: Work
     peek: Callable[[], list[StepReport]]
     release: Callable[[], None] = lambda: None
     on_device: torch.Tensor | None = None  # one row per rank, ordered after the collective on the current stream
-    broken: torch.Tensor | None = None  # there, for each rank: 1.0 if its gradients must not be used
+    broken: torch.Tensor | None = None  # on the device, per rank: 1.0 if its gradients must not be used
     graph_error: GraphChanged | None = None  # of this rank
     gated: bool = False  # an optimizer was told, on the device, whether to take its step
     computed: Work | None = None  # on a device: done when this rank has computed all that it sent
@@ -153,7 +153,7 @@ class PendingReports:
         return f"the reports of reduction {self.number}"
 
     def rows(self) -> list[StepReport]:
-        """One report per rank. The memory that they came in is used again."""
+        """One report per rank. Their memory is reused."""
         found = self.peek()
         self.release()
         return found
@@ -164,24 +164,24 @@ class StepRole(Enum):
 
     FULL = auto()  # with the gradients of its backwards
     EMPTY = auto()  # with zeros, and it keeps its own gradients: a rank without data inside join()
-    SKIPPED = auto()  # with nothing that counts, but it takes the mean of the others
-    ABORTED = auto()  # its backward failed: nobody has gradients of this step
+    SKIPPED = auto()  # contributes nothing, but gets the mean of the others
+    ABORTED = auto()  # its backward failed: no rank has gradients of this step
 
 
 class Contribution:
-    """What is known of the reduction that is under way, or comes next. Each one begins with a new `Contribution`."""
+    """This rank's state of the current or next reduction. Each one begins with a new `Contribution`."""
 
     def __init__(self) -> None:
         self.role = StepRole.FULL
         self.abort = Abort.NO
-        self.late = 0  # gradients that came after their bucket had left
-        self.unused = 0  # parameters that took no part here, where that matters
+        self.late = 0  # gradients that arrived after their bucket's launch
+        self.unused = 0  # parameters that took no part here, if that matters
         self.graph_error: GraphChanged | None = None
         self.sent: PendingReports | None = None
         self.computed: EventWork | None = None  # done when the device has computed what is sent
 
     def report(self, reducer: "Reducer", found: "Findings") -> StepReport:
-        """What this rank tells the others of this reduction."""
+        """This rank's report of this reduction."""
         slots, weighting, shadow = reducer.bucket_set.slots, reducer.weighting, self.role is StepRole.EMPTY
         everything = len(reducer.ready_order) == len(slots)
         if self.role is StepRole.FULL and not (everything and reducer.graph.used_everything):
@@ -213,25 +213,25 @@ class Contribution:
         )
 
     def mark_aborted(self, why: Abort) -> None:
-        """No rank has gradients of this reduction: a backward of this one has failed."""
+        """No rank has gradients of this reduction: a backward of this rank has failed."""
         why = self.abort if self.abort is Abort.DAMAGED else why
         self.role, self.abort = StepRole.ABORTED, why
 
 
 class ReportExchange:
-    """Sends this rank's report of every reduction, and has those of all ranks when they are due."""
+    """Sends this rank's report of every reduction, and returns those of all ranks when they are due."""
 
     def __init__(self, group: Group, on_device: "DeviceReports | None") -> None:
-        """`on_device`: sends them where streams may order collectives."""
+        """`on_device`: sends them if streams order collectives."""
         self._group = group
         self._on_device = on_device
-        self.votes = Vote.NOTHING  # of this rank, told in the next reduction
+        self.votes = Vote.NOTHING  # of this rank, for the next reduction
         self.gathered_votes: list[Vote] = []  # of all ranks, in the last reduction whose reports were read
-        self.unread: deque[PendingReports] = deque()  # on their way, oldest first
+        self.unread: deque[PendingReports] = deque()  # being gathered, oldest first
         self.watcher = Watcher(group)
 
     def send(self, told: StepReport, found: "Findings", *, on_device: bool, computed: Work | None) -> PendingReports:
-        """Tell the other ranks. `computed`: done when the device has computed all that this rank has sent."""
+        """Send this rank's report. `computed`: done when the device has computed all that this rank has sent."""
         if on_device:
             assert self._on_device is not None
             sent = self._on_device.send(told, self._group.transport, found)
@@ -253,14 +253,14 @@ class ReportExchange:
             yield found, found.rows()
 
     def raise_watcher_error(self) -> None:
-        """Raise what the watcher has found since the last step. A CUDA graph that is captured has no events to ask."""
+        """Raise what the watcher has found since the last step. A CUDA graph that is captured has no events."""
         if self.watcher.error is not None:
             raise self.watcher.error
         if self._on_device is not None and torch.cuda.is_current_stream_capturing():
             self.watcher.forget()
 
     def start_over(self) -> None:
-        """With another set of ranks: nobody answers the old reports any more."""
+        """Reset for another set of ranks: the old reports will not be answered."""
         self.unread.clear()
         self.votes, self.gathered_votes = self.votes & ~Vote.REGROUP, []
         self.watcher.close()

@@ -1,4 +1,4 @@
-"""The errors that all ranks raise alike once their reports are in, each of which names ranks and parameters."""
+"""The errors that all ranks raise alike after reading the reports; each names ranks and parameters."""
 
 import logging
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ logger = logging.getLogger("paceline")
 
 
 def explain_mismatch(rows: Sequence[StepReport]) -> None:
-    """Raise, on every rank alike, if the reports of all ranks cannot belong together. Warn of what only looks odd."""
+    """Raise, on every rank alike, if the reports of the ranks are inconsistent. Warn of what is only suspicious."""
     if any(row.abort is not Abort.NO for row in rows):
         return
     counts = [row.reduction for row in rows]
@@ -55,14 +55,14 @@ def _warn_of_uneven_microbatches(rows: Sequence[StepReport]) -> None:
     microbatches = [row.microbatches for row in rows]
     if rows[0].mode is Mode.PLAIN and len({count for count in microbatches if count}) > 1:
         logger.warning(
-            "ranks ran different numbers of backwards for one reduction (%s), so their batches count differently in "
+            "ranks ran different numbers of backwards for one reduction (%s), so their batches weigh differently in "
             "the mean; use the same no_sync() blocks on every rank, or weight()",
             _by_rank(microbatches),
         )
 
 
 def aborted_error(rows: Sequence[StepReport], consequence: str = "") -> BackwardAborted:
-    """What ranks are told when a rank had no gradients. `consequence`: what became of the step, if it is over."""
+    """The error on all ranks if one had no gradients. `consequence`: the outcome of the step, if it is over."""
     ranks = [rank for rank, row in enumerate(rows) if row.abort is not Abort.NO]
     listed = ", ".join(str(rank) for rank in ranks)
     threads = any(row.abort is Abort.THREADS for row in rows)
@@ -75,16 +75,16 @@ def aborted_error(rows: Sequence[StepReport], consequence: str = "") -> Backward
 
 
 def skipped_error(rows: Sequence[StepReport], step: str) -> CollectiveMismatch:
-    """A rank has called skip_batch() where the others could not learn of it in time."""
+    """The error if a rank called skip_batch() and the others could not learn of it in time."""
     listed = ", ".join(str(rank) for rank, row in enumerate(rows) if row.skipped)
     return CollectiveMismatch(
-        f"rank {listed} called skip_batch() in {step}, but without weights the other ranks hear of it too late on this "
+        f"rank {listed} called skip_batch() in {step}, but without weights the others learn of it too late on this "
         f"transport: their last update divided by the number of all ranks; run every backward inside model.weight(n)"
     )
 
 
 def graph_error(rows: Sequence[StepReport]) -> GraphChanged:
-    """What the ranks whose own graph is unchanged are told."""
+    """The error on ranks whose own graph is unchanged."""
     listed = ", ".join(str(rank) for rank, row in enumerate(rows) if row.graph_changed)
     return GraphChanged(
         f"Your training graph has changed in this iteration on rank {listed}, which is not compatible with "
@@ -114,7 +114,7 @@ def unused_in_lanes(slots: Sequence[GradSlot], uses: Sequence[int]) -> UnusedPar
 
 def _unused(lines: Sequence[str], where: str) -> UnusedParameters:
     return UnusedParameters(
-        f'unused="error" was asked for, and these parameters took no part in {where}:\n'
+        f'unused="error" is set, and these parameters took no part in {where}:\n'
         + "\n".join(lines)
         + '\nUse them in the loss, freeze them (requires_grad_(False)) before wrapping, or pass unused="zero".'
     )
@@ -129,7 +129,7 @@ def _where(ranks: Sequence[int], size: int) -> str:
 
 
 def late_on_device(rows: Sequence[StepReport], step: str) -> UsageError:
-    """The same error for every rank: there the second round for late gradients would make hosts wait."""
+    """The same error for every rank: on a device the second round for late gradients would make hosts wait."""
     listed = ", ".join(str(rank) for rank, row in enumerate(rows) if row.late)
     return UsageError(
         f"on rank {listed} a parameter got a second gradient in one backward after its bucket had been sent ({step}), "
@@ -138,7 +138,7 @@ def late_on_device(rows: Sequence[StepReport], step: str) -> UsageError:
 
 
 def late_gradient(slots: Sequence[GradSlot]) -> UsageError:
-    """The same error for every rank, though only those where it happened know of what."""
+    """The same error for every rank, although only the ranks where it happened know the parameter."""
     names = ", ".join(slot.meta.name for slot in slots if slot.late) or "a parameter of another rank"
     return UsageError(
         f"{names} got a second gradient in one backward after its bucket had been sent, as with reentrant "

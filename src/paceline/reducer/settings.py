@@ -10,17 +10,17 @@ class ReducerSettings:
     """What the user chose, equal on every rank. The replica and its reducer share one."""
 
     caps: BucketCaps
-    plans_buckets: bool = False  # sizes are planned from measured times; until then, and without it, `caps` rules
-    keeps_layout: bool = False  # buckets stay as they were laid out first, as those of units do
+    plans_buckets: bool = False  # sizes are planned from measured times; until then, and without it, `caps` applies
+    keeps_layout: bool = False  # buckets keep their first layout, as those of units do
     overlap: bool = True
     unused: str = "zero"  # or "error"
     static_graph: bool = False
     skip_unused: bool = False  # the user guarantees that ranks agree on unused parameters: leave out unused buckets
-    # A rank's report says that it has its sums: whoever has read those of all ranks knows that all have theirs.
+    # A rank's report is sent after its sums are complete: reading those of all ranks shows that all have theirs.
     report_last: bool = False
     hold: bool = False  # never show unreduced gradients: their dtype is not the parameter's (mixed precision)
 
     @property
     def asks_for_uses(self) -> bool:
-        """Whether it matters which parameters took part, also in a world of one."""
+        """Whether it matters which parameters took part, even in a world of one."""
         return self.unused == "error" or self.static_graph

@@ -1,4 +1,4 @@
-"""After the last bucket: sums become the means that were asked for, and the gradients go back to their parameters."""
+"""After the last bucket: sums become the requested means, and parameters get their gradients."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
 
 
 def check_together(rows: Sequence[StepReport]) -> None:
-    """Raise, on every rank alike, when the reports of all ranks cannot belong together."""
+    """Raise, on every rank alike, if the reports of the ranks are inconsistent."""
     told = {(r.reduction, r.launch_digest, r.owned_elsewhere, r.lane_step, r.mode, r.microbatches) for r in rows}
     if len(told) > 1 or rows[0].mode is Mode.MIXED:
         report_errors.explain_mismatch(rows)
 
 
 def is_aborted(rows: Sequence[StepReport]) -> bool:
-    """Whether some rank had no gradients, so that nobody has."""
+    """Whether some rank had no gradients, so that no rank has."""
     return any(row.abort is not Abort.NO for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What a reduction has come to."""
+    """The outcome of a reduction."""
 
     uses: list[int] | None = None  # on how many ranks each parameter took part; None: on every one
-    error: Exception | None = None  # to be raised, the same on every rank, once everything is in its place again
+    error: Exception | None = None  # to be raised, the same on every rank, once everything is restored
     dropped: bool = False  # gradients are empty, so that an optimizer that steps changes nothing
-    aborted: bool = False  # some rank had none, so nobody gets any
-    plans: bool = False  # what the first backwards have taught about buckets can be shared by all ranks
-    refuses: Callable[[], Exception] | None = None  # the error for further backwards, until there is a forward
+    aborted: bool = False  # some rank had none, so no rank gets any
+    plans: bool = False  # what was learned about buckets can be shared by all ranks
+    refuses: Callable[[], Exception] | None = None  # the error for further backwards, until the next forward
 
 
 def settle(reducer: "Reducer", rows: Sequence[StepReport]) -> Settled:
-    """Make the sums in the buckets the means that were asked for. All ranks call it, with the same reports."""
+    """Turn the sums in the buckets into the requested means. All ranks call it, with the same reports."""
     check_together(rows)
     reducer.batch.check(rows)
     for call in reducer.callbacks.finished:
@@ -65,11 +65,11 @@ def settle(reducer: "Reducer", rows: Sequence[StepReport]) -> Settled:
 
 
 def _aborted(rows: Sequence[StepReport], *, own: bool) -> Settled:
-    """No rank has gradients. The rank whose backward has failed knows why, and is told nothing."""
+    """No rank has gradients. The rank whose backward failed has its own error and gets none here."""
     if own:
         return Settled(aborted=True)
     threads = any(row.abort is Abort.THREADS for row in rows)
-    # Then this rank may have a second backward to come, as that one had two at once. The error is made anew for it:
+    # Then a second backward may follow on this rank, as the other had two at once. It gets a new error:
     # once it is raised it holds the graph, which holds the replica, in a cycle that Python's collector does not see.
     refuses = partial(report_errors.aborted_error, rows) if threads else None
     return Settled(error=report_errors.aborted_error(rows), aborted=True, refuses=refuses)
@@ -85,30 +85,30 @@ def _make_means(reducer: "Reducer", rows: Sequence[StepReport]) -> Settled:
     if factor != 1.0:
         for part in buckets.results():
             part.mul_(factor)
-    if factor == 0.0:  # nobody had anything to add
+    if factor == 0.0:  # no rank contributed
         return Settled([0] * len(buckets.slots))
     return uses_of(rows, buckets, reducer.settings)
 
 
 def uses_of(rows: Sequence[StepReport], buckets: BucketSet, settings: ReducerSettings) -> Settled:
-    """On how many ranks each parameter took part, and whether that is an error."""
+    """The number of ranks on which each parameter took part, and whether that is an error."""
     slots = buckets.slots
     if not any(row.unused for row in rows):
         return Settled()
     uses = count_uses(rows, len(slots))
     if settings.unused != "error":
         return Settled(uses)
-    if rows[0].lane_weights:  # which ranks have not used a parameter depends on who ran which lanes
+    if rows[0].lane_weights:  # which ranks have not used a parameter depends on which lanes they ran
         return Settled(uses, report_errors.unused_in_lanes(slots, uses))
     return Settled(uses, report_errors.unused_error(slots, rows))
 
 
 def _factor(rows: Sequence[StepReport], division: Division) -> float:
-    """By what the sums in the buckets are multiplied to make them means over what counts."""
+    """The factor that turns the sums in the buckets into means."""
     weighted = any(row.mode is Mode.WEIGHTED for row in rows)
     if rows[0].lane_weights:
-        total = math.fsum(weight for row in rows for weight in row.lane_weights)  # exactly, whoever ran which lanes
-        if not weighted:  # then gradients were divided by the number of lanes on their way in
+        total = math.fsum(weight for row in rows for weight in row.lane_weights)  # exact, whichever ranks ran the lanes
+        if not weighted:  # then gradients were divided by the number of lanes when they entered
             return division.divisor / total if total else 0.0
         return Weighting.scale_out(total, division)
     if weighted:
@@ -119,7 +119,7 @@ def _factor(rows: Sequence[StepReport], division: Division) -> float:
 
 
 def publish_grads(buckets: BucketSet, uses: Sequence[int] | None, *, lent: bool) -> None:
-    """Give every gradient back to its parameter. Where no rank used it, or it was only `lent`, as it was before."""
+    """Set every parameter's gradient. If no rank used it, or it was only `lent`, restore what was there before."""
     for bucket in buckets.buckets:
         if uses is None and not lent:
             bucket.publish_all()

@@ -1,7 +1,7 @@
-"""What follows from reports that are read one reduction late, where collectives are ordered by streams.
+"""Handling of reports that are read one reduction late, if collectives are ordered by streams.
 
-They are read at the end of the next reduction, on every rank: so no host waits for what its device has just been given,
-and all ranks decide alike. What has to be known in the same step is taken from them on the device.
+They are read at the end of the next reduction, on every rank: so no host waits for work that its device has just
+received, and all ranks decide alike. Values needed in the same step are taken from the reports on the device.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def settle_on_device(gathered: torch.Tensor, buckets: BucketSet, division: Division, lanes: int) -> None:
-    """The same factor as `settle` has, from the reports as they are on the device, and nobody waits for it.
+    """The same factor as in `settle`, from the reports on the device, without waiting.
 
-    Whether weights count is asked of all ranks: one that has skipped its batch, or whose loss touched no parameter, has
-    none. Weights are added lane by lane, each of which one rank has and all others have as zero: so the sum does not
-    depend on the number of ranks.
+    Whether there are weights depends on all ranks: one that has skipped its batch, or whose loss touched no parameter,
+    has none. Weights are added lane by lane, each of which one rank has and all others have as zero: so the sum does
+    not depend on the number of ranks.
     """
     columns = gathered.view(torch.float64)
     weighted = (gathered[:, MODE] == Mode.WEIGHTED.value).any()
@@ -48,8 +48,8 @@ def settle_on_device(gathered: torch.Tensor, buckets: BucketSet, division: Divis
 
 
 def settle_unread(reducer: "Reducer", mine: PendingReports | None) -> Settled:
-    """The reports of this reduction will be read at the end of the next one. What has to be known now is taken from
-    them as they are on the device.
+    """The reports of this reduction will be read at the end of the next one. Values needed now are taken from
+    them on the device.
 
     Only a rank that did not use all of its parameters waits: whether any other rank has used them decides what their
     gradients are. `mine` is None in a step that a CUDA graph captures.
@@ -69,7 +69,7 @@ def settle_unread(reducer: "Reducer", mine: PendingReports | None) -> Settled:
 
 
 def error_of_earlier(reducer: "Reducer", rows: Sequence[StepReport], found: PendingReports) -> Exception | None:
-    """The reports of the reduction before this one have come. Returns the error to raise, the same on every rank."""
+    """The reports of the previous reduction have arrived. Returns the error to raise, the same on every rank."""
     step = f"reduction {found.number}"
     try:
         check_together(rows)

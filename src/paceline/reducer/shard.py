@@ -1,4 +1,4 @@
-"""What this rank owns of one parameter under a sharded placement."""
+"""This rank's part of one parameter under a sharded placement."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,29 +15,27 @@ class Shard:
     """One rank's block of one parameter: the value that its optimizer updates, with the gradient of that block.
 
     From a reduction until the next backward the gradient is in `value.grad`, and `param.grad` is a stand-in without
-    memory. While a backward runs, `param.grad` is as autograd leaves it, as without shards. What a user does to
-    `param.grad` meanwhile is done to the gradient of the block: see `follow_user`.
+    memory. While a backward runs, `param.grad` is as autograd leaves it, as without shards. What the user does to
+    `param.grad` afterwards applies to the gradient of the block: see `follow_user`.
     """
 
     def __init__(self, name: str, param: nn.Parameter, span: Span) -> None:
         self.name = name
         self.param = param
         self.span = span
-        self.form = param.detach().to("meta")  # shape and strides, also while the parameter itself has no memory
+        self.form = param.detach().to("meta")  # shape and strides, even while the parameter itself has no memory
         self._home: torch.Tensor | None = None
         if param.numel() and not param.untyped_storage().nbytes():  # it will have memory when it is gathered
             self._home = torch.empty(span[1] - span[0], dtype=param.dtype, device=param.device)
-        self.front: ParamStandIn | None = (
-            None  # what modules have in the place of the parameter, while it has no memory
-        )
+        self.front: ParamStandIn | None = None  # the stand-in that modules hold while the parameter has no memory
         self.value = nn.Parameter(self.block)
         self.stand_in = GradStandIn.of(self)
         self._reduced: torch.Tensor | None = None  # what was put into `value.grad`
-        self._guarded: torch.Tensor | None = None  # the same while an update has it without its guard
-        self._earlier: torch.Tensor | None = None  # of earlier reductions, which nobody has thrown away
+        self._guarded: torch.Tensor | None = None  # the same, without its guard during an update
+        self._earlier: torch.Tensor | None = None  # of earlier reductions, not dropped yet
 
     def keep_master(self, dtype: torch.dtype) -> None:
-        """Have the optimizer update a copy of the block in a wider type. Gradients stay as they are reduced."""
+        """Let the optimizer update a copy of the block in a wider type. Gradients keep their type."""
         self.value = nn.Parameter(self.block.to(dtype))
         self.value.grad_dtype = None
 
@@ -46,15 +44,15 @@ class Shard:
         return self.value.dtype is not self.param.dtype
 
     def leave_parameter(self) -> None:
-        """Keep the block in memory of its own, since the parameter's will come and go."""
+        """Keep the block in memory of its own, because the parameter's is freed and allocated again."""
         if self._home is None:
             self._home = self.block.clone()
             self.value.data = self._home
         self.front = ParamStandIn.of(self)
 
     def cut_at(self, span: Span) -> None:
-        """Own other elements from now on: `value` stays what an optimizer knows, and is of another length. What is in
-        memory of its own, block or master, has no values until they are put there."""
+        """Own other elements from now on: `value` stays the object that the optimizer knows, with another length.
+        Blocks or masters in memory of their own have no values until these are stored."""
         self.drop()
         self.span = span
         if self._home is not None:
@@ -71,7 +69,7 @@ class Shard:
         """Autograd is about to add to `param.grad`, and the bucket to overwrite what was reduced before."""
         if self.param.grad is self.stand_in:
             self.param.grad = None
-        elif self.value.grad is self._reduced:  # a user has thrown it away, or has put something in its place
+        elif self.value.grad is self._reduced:  # the user has dropped or replaced it
             self.value.grad = None
         if (reduced := self.value.grad) is not None:
             self._earlier, self.value.grad = reduced.as_subclass(torch.Tensor).clone(), None
@@ -88,7 +86,7 @@ class Shard:
         self._reduced = self.value.grad = None if grad is None else grad.as_subclass(ShardGrad)
 
     def lift_guard(self) -> None:
-        """The gradient is about to be used as what it is, the part of this rank."""
+        """Allow plain use of the gradient, which is only this rank's part."""
         if isinstance(grad := self.value.grad, ShardGrad):
             self._guarded, self.value.grad = grad, grad.as_subclass(torch.Tensor)
 
@@ -99,8 +97,8 @@ class Shard:
             self.value.grad = guarded if grad.data_ptr() == guarded.data_ptr() else grad.as_subclass(ShardGrad)
 
     def follow_user(self) -> None:
-        """The optimizer is about to use the gradient. Who has set `param.grad` since it was reduced means this one:
-        None throws it away, and a tensor takes its place."""
+        """Before the optimizer uses the gradient: apply what the user did to `param.grad` since the reduction.
+        None drops it, and a tensor replaces it."""
         shown = self.param.grad
         if shown is self.stand_in:
             return
@@ -110,7 +108,7 @@ class Shard:
             self.value.grad = None
 
     def set_aside(self) -> Callable[[], None]:
-        """Have no gradient for a while. Returns what puts it back as it is now."""
+        """Set the gradient aside. Returns a function that restores it."""
         kept = self.param.grad, self.value.grad, self._reduced, self._earlier
         self.drop()
 
@@ -120,11 +118,11 @@ class Shard:
         return put_back
 
     def drop(self) -> None:
-        """Throw the gradient away, reduced or not."""
+        """Drop the gradient, reduced or not."""
         self.value.grad = self._earlier = self._reduced = self.param.grad = None
 
     def drop_unreduced(self) -> None:
-        """Throw away what is not in `value.grad`."""
+        """Drop what is not in `value.grad`."""
         self._earlier = None
         self.param.grad = None if self.value.grad is None else self.stand_in
 
@@ -152,8 +150,8 @@ def flat_as(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShardGrad(torch.Tensor):
-    """This rank's part of a gradient, as it waits for the update. It is a tensor like others, but has no norm: clipping
-    by the norm of its part alone, each rank would scale its gradients by another number. An update gets plain tensors.
+    """This rank's part of a gradient, while it waits for the update. It is an ordinary tensor without a norm: clipping
+    by the norm of its part alone, each rank would scale its gradients differently. An update gets plain tensors.
     """
 
     @classmethod

@@ -1,6 +1,6 @@
-"""Parameters that several replicas hold: one of them reduces such a parameter, the one that was made, or called, last.
+"""Parameters that several replicas hold: the one that was created or called last reduces such a parameter.
 
-The replicas know each other by the hooks that they have on the parameter.
+The replicas find each other by their hooks on the parameter.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ def claim(reducer: "Reducer") -> None:
     for slot in reducer.bucket_set.slots:
         for other in _others(reducer, slot):
             other.owned_elsewhere = True
-            if other.attached():  # its bucket goes on being used, for other parameters
+            if other.attached():  # its bucket remains in use for other parameters
                 slot.param.grad = other.view.clone()
         slot.owned_elsewhere = False
 
 
 def leave(reducer: "Reducer") -> None:
-    """Leave shared parameters to the replica that was made last before this one."""
+    """Leave shared parameters to the most recent other replica."""
     for slot in reducer.bucket_set.slots:
         others = _others(reducer, slot)
         if others and not slot.owned_elsewhere:
@@ -44,7 +44,7 @@ def leave(reducer: "Reducer") -> None:
 
 
 def _others(reducer: "Reducer", slot: "GradSlot") -> "list[GradSlot]":
-    """The places that other replicas have for the same parameter."""
+    """The slots of other replicas for the same parameter."""
     owners = hook_owners(slot.param)
     return [
         owner.bucket_set.slot_of[id(slot.param)]

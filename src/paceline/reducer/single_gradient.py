@@ -1,4 +1,4 @@
-"""One gradient on its way into its bucket: which are copied while they are in the cache, and what cannot be copied
+"""Moving one gradient into its bucket: which are copied while they are in the cache, and which cannot be copied
 together with others by one call."""
 
 from collections.abc import Sequence
@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from paceline.reducer.bucket import GradSlot
 
 
-# On a host gradients are copied while they are still in the cache: when so many bytes, or so many gradients, wait.
+# On a host gradients are copied while they are still in the cache: when this many bytes, or this many gradients, wait.
 CACHED_BYTES = 64 * 1024
 TOGETHER = 64
 
 
 def choose_flushes(slots: "Sequence[GradSlot]") -> None:
-    """Gradients that come in this order are copied while they are in the cache; in another, sooner or later."""
+    """Gradients that arrive in this order are copied while they are in the cache; in another order, earlier or
+    later."""
     waiting = nbytes = 0
     for slot in slots:
         waiting, nbytes = waiting + 1, nbytes + slot.nbytes
@@ -26,7 +27,8 @@ def choose_flushes(slots: "Sequence[GradSlot]") -> None:
 
 
 def contribute_nothing_new(slot: "GradSlot", scale: float) -> None:
-    """Complete a slot that got no gradient in this backward: with what was there before, else with zeros."""
+    """Complete a slot that got no gradient in this backward: with the gradient that was there before, else with
+    zeros."""
     bucket, grad = slot.bucket, slot.param.grad
     if grad is not None:
         if not slot.used:
@@ -39,8 +41,8 @@ def contribute_nothing_new(slot: "GradSlot", scale: float) -> None:
 
 
 def move_in(slot: "GradSlot", grad: torch.Tensor, scale: float) -> None:
-    """Have `grad`, times `scale`, in the bucket: in the slot's place, or added to what the bucket holds there."""
-    if scale == 0.0:  # not a product: a rank without tokens may well have a gradient that is not finite
+    """Put `grad`, times `scale`, into the bucket: in the slot's place, or added to what the bucket holds there."""
+    if scale == 0.0:  # not a product: a rank without tokens may have a non-finite gradient
         if not slot.held:
             own_view(slot).zero_()
     elif slot.held:
@@ -52,7 +54,7 @@ def move_in(slot: "GradSlot", grad: torch.Tensor, scale: float) -> None:
 
 
 def own_view(slot: "GradSlot") -> torch.Tensor:
-    """The view, made anew if someone wrote `param.grad.data = ...` and so gave it other memory."""
+    """The view, created again if `param.grad.data = ...` gave it other memory."""
     if slot.view.data_ptr() != slot.address:
         slot.bucket.renew_view(slot)
     return slot.view
@@ -66,7 +68,7 @@ def _fill(slot: "GradSlot", grad: torch.Tensor, scale: float) -> None:
         )
     view = own_view(slot)
     if grad._is_view() and grad.untyped_storage().data_ptr() == slot.bucket.flat.untyped_storage().data_ptr():
-        grad = grad.clone()  # another look at the bucket's own memory, such as `param.grad.t()`
+        grad = grad.clone()  # another view of the bucket's own memory, such as `param.grad.t()`
     if scale == 1.0:
         view.copy_(grad)
     elif grad.dtype is view.dtype:

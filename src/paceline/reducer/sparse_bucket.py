@@ -10,7 +10,7 @@ from paceline.reducer.bucket import Bucket, GradSlot
 
 
 class SparseBucket(Bucket):
-    """A bucket whose `flat` is the gradient itself: a sparse tensor, and another one in every backward."""
+    """A bucket whose `flat` is the gradient itself: a sparse tensor, a new one in every backward."""
 
     def __init__(self, spec: BucketSpec, slot: GradSlot) -> None:
         super().__init__(spec, [slot], torch.empty(0, dtype=spec.dtype, device=spec.device))

@@ -1,4 +1,4 @@
-"""What stands in for a gradient, or for a parameter, that the ranks have in shards only."""
+"""Placeholders for gradients and parameters that exist only in shards."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StandIn(torch.Tensor):
-    """In the place of a tensor that the ranks hold in shards: it has a shape and no numbers."""
+    """A placeholder for a tensor that the ranks hold in shards: it has a shape and no values."""
 
     _what: str
     _way_out: ClassVar[str]
@@ -27,7 +27,7 @@ class StandIn(torch.Tensor):
             strides=param.stride(),
             dtype=param.dtype,
             device=param.device,
-            requires_grad=False,  # autograd refuses it as an input, for it is in no graph
+            requires_grad=False,  # not part of any graph, so autograd refuses it as an input
         )
         made._what = what
         return made
@@ -71,12 +71,12 @@ class StandIn(torch.Tensor):
 class GradStandIn(StandIn):
     """In `param.grad`.
 
-    Without it `param.grad` would be None, and whoever looks at gradients through `model.parameters()`, such as torch's
-    own clip_grad_norm_, would take them for missing and be silently wrong.
+    Without it `param.grad` would be None, and code that reads gradients through `model.parameters()`, such as torch's
+    own clip_grad_norm_, would treat them as missing and be silently wrong.
     """
 
     _way_out = (
-        "Clip with model.clip_grad_norm_(), make the optimizer with model.optimizer(), and find this rank's part in "
+        "Clip with model.clip_grad_norm_(), make the optimizer with model.optimizer(), and read this rank's part from "
         "the gradients of optimizer.param_groups"
     )
     _shard: "Callable[[], Shard | None]"
@@ -101,10 +101,10 @@ class GradStandIn(StandIn):
 
 
 class ParamStandIn(StandIn):
-    """In the place of a parameter that has no memory: it passes on to it what a user wants of a parameter besides its
-    numbers."""
+    """A placeholder for a parameter without memory: it forwards everything that users do with a parameter, except
+    reading values."""
 
-    _way_out = "It is there while the unit that has it runs its forward, and inside `with model.whole():`"
+    _way_out = "It is available while the unit that holds it runs its forward, and inside `with model.whole():`"
     _is_param = True  # what torch asks for to know an nn.Parameter
     _param: nn.Parameter
 

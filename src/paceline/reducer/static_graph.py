@@ -1,4 +1,4 @@
-"""Which parameters the first reduction used, and whether later ones use the same: a static graph does."""
+"""Which parameters the first reduction used, and whether later ones use the same, as with a static graph."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ class GraphMemory:
 
     def __init__(self) -> None:
         self._first: list[bool] | None = None
-        self.used_everything = False  # the first one did; a later one that does too need not ask
+        self.used_everything = False  # the first reduction did; a later one that does so too needs no comparison
         self.changed = False
 
     def compare(self, slots: Sequence[GradSlot], *, static: bool) -> GraphChanged | None:
-        """The error to raise when the graph was declared static and is not."""
+        """The error to raise if the graph was declared static and has changed."""
         now = [slot.used for slot in slots]
         if self._first is None:
             self._first, self.used_everything = now, all(now)

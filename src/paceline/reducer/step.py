@@ -1,5 +1,4 @@
-"""The optimizer step that runs on this rank: what of the global batch runs here, by what its gradients are multiplied,
-and what it has had so far."""
+"""The current optimizer step on this rank: its part of the batch, the factors of its gradients, and its state."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """By what the sum over all ranks is divided, and by whom."""
+    """The divisor of the sum over all ranks, and where the division is done."""
 
     by_reduction: bool  # the reduction divides by `size` itself
     size: int
-    divisor: float  # what is wanted: inside join() it may be less than `size`
+    divisor: float  # the requested divisor: inside join() it may be less than `size`
 
 
 class Weighting:
-    """What kind of microbatches the step has had so far, and by what their gradients are multiplied."""
+    """The kind of the step's microbatches so far, and the factors of their gradients."""
 
     def __init__(self) -> None:
         self.current: float | None = None  # inside weight(n): n
@@ -42,7 +41,7 @@ class Weighting:
         self.microbatches += 1
 
     def of_lane(self) -> float:
-        """How much the lane that ends here counts: the weights of its microbatches, or as much as any other."""
+        """The weight of the lane that ends here: those of its microbatches, or the default."""
         weight, self.total = (self.total if self.mode is Mode.WEIGHTED else 1.0), 0.0
         return weight
 
@@ -51,18 +50,18 @@ class Weighting:
 
     @property
     def plain(self) -> bool:
-        """Whether no weight plays a part, neither in the backward that runs nor in those before it."""
+        """Whether neither the current backward nor an earlier one of the step has a weight."""
         return self.current is None and self.mode in (Mode.NOTHING, Mode.PLAIN)
 
     def scale_in(self, division: Division) -> float:
-        """By what a gradient is multiplied when it goes into its bucket."""
+        """The factor of a gradient that enters its bucket."""
         if self.current is not None:
             return self.current
         return 1.0 if division.by_reduction or self.mode is Mode.WEIGHTED else 1.0 / division.divisor
 
     @staticmethod
     def scale_out(weight_of_all_ranks: float | None, division: Division) -> float:
-        """By what reduced gradients are multiplied; with weights, so that they are means over all tokens."""
+        """The factor of reduced gradients; with weights, it makes them means over all tokens."""
         if weight_of_all_ranks is None:
             return division.size / division.divisor if division.by_reduction else 1.0
         if weight_of_all_ranks == 0.0:
@@ -77,11 +76,11 @@ class StepState:
         self.reductions_since_step = 0
         self.forwards_pending = 0  # training forwards, to be reduced, since the last reduction or step
         self.window_open = False  # something ran that was not reduced yet
-        self.local_steps = 0  # no_sync() blocks that are open: inside them a step on local gradients is meant
+        self.local_steps = 0  # no_sync() blocks that are open: inside them a step on local gradients is intended
         self.has_gradients = False  # of the last reduction, or of the step of lanes that runs, for an optimizer to use
-        self.commits = 0  # updates on reduced gradients that were completed: equal on ranks that are at the same place
+        self.commits = 0  # updates on reduced gradients that were completed: equal on ranks at the same point
         self._reduced = 0  # reductions ever
-        self._updated_at: dict[int, int] = {}  # by optimizer, at which of them it has made its last update
+        self._updated_at: dict[int, int] = {}  # by optimizer, the reduction of its last update
         self._updating: set[int] = set()  # optimizers that are inside their update
         self._diverged = False  # an update was made that the other ranks did not make
 
@@ -96,7 +95,7 @@ class StepState:
 
     @property
     def whole(self) -> bool:
-        """Whether parameters and optimizer state are what an update on reduced gradients has left, all of them."""
+        """Whether all parameters and optimizer states are those after a complete update on reduced gradients."""
         return not self._updating and not self._diverged
 
     def begin_update(self, optimizer: int) -> None:
@@ -112,7 +111,7 @@ class StepState:
             self.commits += 1
 
     def took(self, commits: int) -> None:
-        """This rank has the whole state of one that had made so many updates."""
+        """This rank has received the state of a rank with that many updates."""
         self.commits, self._diverged = commits, False
         self._updating.clear()
         self._updated_at.clear()
@@ -123,7 +122,7 @@ class StepState:
         self.reductions_since_step = self.forwards_pending = 0
 
     def closed(self) -> None:
-        """A reduction is over, well or not."""
+        """A reduction has ended, with or without an error."""
         self.forwards_pending = 0
         self.window_open = False
 
@@ -148,14 +147,14 @@ class StepState:
 
 
 class RankBatch:
-    """What of the global batch this rank runs: one part of as many as there are ranks, in one or more microbatches.
+    """This rank's part of the global batch, one of as many as there are ranks, in one or more microbatches.
 
-    `LaneBatch` answers to the same calls where a global batch is cut into lanes.
+    `LaneBatch` has the same interface, for a global batch that is cut into lanes.
     """
 
     lanes = None
     has_lanes = False
-    last = True  # backward that reduces reduces all
+    last = True  # the backward that reduces, reduces everything
     holds = False  # nothing beside the buckets
     resumes = True  # what earlier microbatches have left
     step = weight_columns = 0
@@ -165,7 +164,7 @@ class RankBatch:
 
     @property
     def count(self) -> int:
-        """Over how many parts the mean is taken."""
+        """The number of parts in the mean."""
         return self._reducer.transport.size
 
     @property
@@ -186,15 +185,15 @@ class RankBatch:
         return ()
 
     def check(self, rows: Sequence[StepReport]) -> None:
-        """All have reported. Ranks agree on the sizes of their batches by weight(), or not at all."""
+        """All ranks have reported. Batch sizes are not checked: they only count through weight()."""
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward has come."""
+        """The first gradient of a backward has arrived."""
         if self._reducer.weighting.microbatches:
             forget_thrown_away(self._reducer.bucket_set)
 
     def begin_untouched(self, backward: "Backward") -> None:
-        """A backward that is to be reduced has brought no gradient."""
+        """A backward that is to be reduced has produced no gradient."""
         self._reducer.begin_reduction()
 
     def begin_reduction(self) -> None:
@@ -207,11 +206,11 @@ class RankBatch:
         return True
 
     def abandon(self, backward: "Backward", why: Abort) -> bool:
-        """A backward has failed. Returns whether that is all there is to do."""
+        """A backward has failed. Returns True if nothing else has to be done."""
         return False
 
     def reset(self, *, memory_lost: bool) -> None:
-        """The reduction is over, well or not. `memory_lost`: the buckets were reallocated, since it was interrupted."""
+        """The reduction has ended or failed. `memory_lost`: it was interrupted and the buckets were reallocated."""
 
     def memory_moved(self) -> None:
         """The buckets were reallocated."""

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-# A dict that goes with the contents of a tensor when `torch.utils.swap_tensors` gives it those of another. Who keeps it
-# can tell later whether that was done. A weak reference would not do: tensors that have one are refused there.
+# A dict that moves with the contents of a tensor in `torch.utils.swap_tensors`, so that a swap can be detected later. A
+# weak reference would not work, because tensors with weak references cannot be swapped.
 mark_of_contents: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
 
 
 def install_hooks(param: torch.Tensor) -> Sized:
-    """Have autograd run the hooks that are registered: it forgets them when the contents are swapped, and the dict that
-    lists them is not told. Returns that dict."""
+    """Make autograd run the registered hooks: it forgets them when the contents are swapped, and the dict that
+    lists them does not change. Returns that dict."""
     param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
     return param._post_accumulate_grad_hooks

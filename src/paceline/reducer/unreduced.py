@@ -1,5 +1,5 @@
-"""Gradients that are there beside those of the backward that runs: left by microbatches that were not reduced, put
-there by hand, or lent for a reduction and to be given back as they were."""
+"""Gradients beside those of the current backward: left by microbatches that were not reduced, assigned by the user, or
+set aside for one reduction and restored afterwards."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def add_without_counting(reducer: "Reducer", slot: GradSlot, backward: "Backward", *, user_hooks_pending: bool) -> None:
     """Take a gradient that does not count its bucket down: a second one in this backward, one of a backward that only
-    accumulates, or one that a hook of the user's has yet to see."""
-    if backward.alone:  # that is all: see Reducer.is_alone
+    accumulates, or one that a user hook has not seen yet."""
+    if backward.alone:  # nothing else to do: see Reducer.is_alone
         if not slot.fired:
             slot.fired = True
             reducer.ready_order.append(slot.index)
@@ -43,12 +43,12 @@ def end_unreduced(reducer: "Reducer") -> None:
         keep(bucket, reducer.schedule.scale, held=held)
     for call in reducer.callbacks.finished:
         call()
-    if held:  # until the next backward, so that zero_grad() can throw them away
+    if held:  # visible until the next backward, so that zero_grad() can drop them
         show_all(reducer.bucket_set)
 
 
 def end_alone(reducer: "Reducer", backward: "Backward") -> None:
-    """A backward is over with nobody to reduce with: autograd has made the mean already."""
+    """A backward without other ranks is over: autograd's gradients already are the mean."""
     reducer.trace.stamp(Moment.BACKWARD_END, reducer.reductions_begun)
     if backward.syncs:
         reducer.wait_for_buffer_hooks()
@@ -60,13 +60,13 @@ def end_alone(reducer: "Reducer", backward: "Backward") -> None:
 
 
 def _holds(reducer: "Reducer") -> bool:
-    """Whether autograd must not add to unreduced gradients, because they are weighted or of another type."""
+    """Whether autograd must not add to unreduced gradients, because they are weighted or have another type."""
     return reducer.weighting.current is not None or reducer.settings.hold
 
 
 def keep(bucket: Bucket, scale: float, *, held: bool) -> None:
     """Move what has arrived into the bucket's memory: `held`, times `scale`, or visible as `param.grad`."""
-    if bucket.in_turn:  # its memory is another bucket's too: what was not reduced stays where autograd put it
+    if bucket.in_turn:  # other buckets use its memory: unreduced gradients stay where autograd put them
         if held:
             raise UsageError(
                 'weight() around several microbatches of a step cannot be combined with placement="zero2", which has '
@@ -98,7 +98,7 @@ def show(slot: GradSlot) -> None:
 
 
 def lend(slot: GradSlot) -> None:
-    """Contribute zeros and keep the gradient that is there, to be given back untouched."""
+    """Contribute zeros and keep the existing gradient, to be restored unchanged."""
     grad = slot.grad
     slot.kept = grad.clone() if grad is not None and slot.attached() else grad
     slot.param.grad = None
@@ -106,13 +106,13 @@ def lend(slot: GradSlot) -> None:
 
 
 def claim_by_hand(buckets: BucketSet) -> None:
-    """What was put in the place of a gradient is to be reduced like one that came through a backward."""
+    """Reduce assigned gradients like those of a backward."""
     for slot in _foreign(buckets):
         slot.used = True
 
 
 def has_foreign(buckets: BucketSet) -> bool:
-    """Whether somebody has put something in the place of a gradient that was reduced."""
+    """Whether a reduced gradient was replaced by another tensor."""
     return buckets.allocated and not all(slot.meta.sparse for slot in _foreign(buckets))  # a sparse one is never a view
 
 
@@ -121,7 +121,7 @@ def _foreign(buckets: BucketSet) -> Iterator[GradSlot]:
 
 
 def lend_all(buckets: BucketSet) -> None:
-    """Contribute zeros, and keep what gradients there are."""
+    """Contribute zeros, and keep existing gradients."""
     for slot in buckets.slots:
         slot.bucket.zero(slot) if slot.owned_elsewhere else lend(slot)
         slot.fired = True
@@ -134,7 +134,7 @@ def is_empty(buckets: BucketSet) -> bool:
 
 
 def is_thrown_away(buckets: BucketSet) -> bool:
-    """Whether zero_grad() has thrown away all that microbatches of this step had left, or made it zeros."""
+    """Whether zero_grad() has dropped or zeroed everything that microbatches of this step had left."""
     left = [slot for slot in buckets.slots if slot.held or slot.grad is not None]
     if any(slot.held or slot.bucket.flat._version == slot.bucket.shown_version for slot in left):
         return False
@@ -142,14 +142,14 @@ def is_thrown_away(buckets: BucketSet) -> bool:
 
 
 def forget_thrown_away(buckets: BucketSet) -> None:
-    """Forget what earlier microbatches did to parameters whose gradients zero_grad() has thrown away since."""
+    """Forget what earlier microbatches did to parameters whose gradients zero_grad() has dropped since."""
     for slot in buckets.slots:
         if slot.grad is None and not slot.held:
             slot.used = slot.dirty = False
 
 
 def drop_all(buckets: BucketSet) -> None:
-    """Have no gradients at all."""
+    """Drop all gradients."""
     for slot in buckets.slots:
         if not slot.owned_elsewhere:
             slot.param.grad = None
@@ -159,7 +159,8 @@ def drop_all(buckets: BucketSet) -> None:
 
 
 def hold_all(buckets: BucketSet) -> bool:
-    """Hold every gradient that is visible. False, and nothing is done, if there is none, or one not of ours."""
+    """Hold every gradient that is visible. False, without any effect, if there is none, or one that is not the
+    reducer's."""
     slots = [slot for slot in buckets.slots if slot.grad is not None]
     if not slots or not all(slot.attached() or slot.meta.sparse for slot in slots):
         return False
@@ -174,7 +175,7 @@ def show_all(buckets: BucketSet) -> None:
     for bucket in buckets.buckets:
         for slot in bucket.slots:
             show(slot)
-        bucket.shown_version = bucket.flat._version  # whoever writes to them from now on is noticed
+        bucket.shown_version = bucket.flat._version  # later writes to them are detected
 
 
 def first_with_gradient(buckets: BucketSet) -> str | None:
@@ -188,7 +189,7 @@ def is_nonzero(grad: torch.Tensor | None) -> bool:
 
 
 def first_nonzero(slots: Sequence[GradSlot]) -> GradSlot | None:
-    """The first slot whose gradient is something. A device is waited for once, and not once for every parameter."""
+    """The first slot with a nonzero gradient. Waits for a device once, not once per parameter."""
     found: dict[int, GradSlot] = {}
     asked: dict[torch.device, list[tuple[GradSlot, torch.Tensor]]] = {}
     for slot in slots:
@@ -201,6 +202,6 @@ def first_nonzero(slots: Sequence[GradSlot]) -> GradSlot | None:
             found[slot.index] = slot
     for there in asked.values():
         largest = torch._foreach_norm([grad for _, grad in there], math.inf)
-        there_found = torch.stack(largest).ne(0).tolist()  # also what is not a number
+        there_found = torch.stack(largest).ne(0).tolist()  # NaN counts as nonzero
         found.update((slot.index, slot) for (slot, _), is_one in zip(there, there_found, strict=True) if is_one)
     return found[min(found)] if found else None

@@ -1,4 +1,4 @@
-"""Which parameters took part in a reduction, as ranks tell each other."""
+"""Which parameters took part in a reduction, as reported between ranks."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -21,7 +21,7 @@ def used_bits(slots: Sequence[GradSlot]) -> tuple[int, ...]:
     return tuple(found)
 
 
-@cache  # asked in every step, for the same number
+@cache  # called in every step with the same count
 def all_used(count: int) -> tuple[int, ...]:
     """The same, if all of `count` parameters took part."""
     whole, rest = divmod(count, BITS)
@@ -29,12 +29,12 @@ def all_used(count: int) -> tuple[int, ...]:
 
 
 def count_uses(reports: Sequence["StepReport"], count: int) -> list[int]:
-    """On how many ranks each of `count` parameters took part."""
+    """The number of ranks on which each of `count` parameters took part."""
     return [sum(row.used[index // BITS] >> index % BITS & 1 for row in reports) for index in range(count)]
 
 
 def count_unused(slots: Sequence[GradSlot]) -> int:
-    """How many parameters took no part here."""
+    """The number of parameters that took no part here."""
     return sum(not (slot.used or slot.owned_elsewhere) for slot in slots)
 
 

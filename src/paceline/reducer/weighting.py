@@ -1,4 +1,4 @@
-"""Weighted microbatches are visible between backwards, so that zero_grad() can throw them away, and held during them:
+"""Weighted microbatches are visible between backwards, so that zero_grad() can drop them, and held during them:
 autograd would add to them without a weight."""
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def weighted(reducer: "Reducer", weight: float) -> Iterator[None]:
-    """Backwards inside count as much as `weight` says."""
+    """Backwards inside have the weight `weight`."""
     weighting = reducer.weighting
     if weighting.current is None and (stale := _hold_weighted(reducer)) is not None:
         raise UsageError(
@@ -41,7 +41,7 @@ def weighted(reducer: "Reducer", weight: float) -> Iterator[None]:
     finally:
         weighting.current = before
         if before is None:
-            show_all(reducer.bucket_set)  # so that zero_grad() can throw them away
+            show_all(reducer.bucket_set)  # so that zero_grad() can drop them
 
 
 def _hold_weighted(reducer: "Reducer") -> str | None:
@@ -62,12 +62,12 @@ def _hold_weighted(reducer: "Reducer") -> str | None:
         stale = first_with_gradient(reducer.bucket_set)
         if stale is None and reducer.backwards.current is None and not reducer.batch.has_lanes:
             drop_all(reducer.bucket_set)
-            reducer.reset()  # what an earlier microbatch has left was thrown away by zero_grad()
+            reducer.reset()  # what an earlier microbatch has left was dropped by zero_grad()
         return stale
 
 
 def resume_step(reducer: "Reducer") -> None:
-    """A backward begins after other microbatches of the step. What zero_grad() has thrown away of them counts no more,
+    """A backward begins after other microbatches of the step. What zero_grad() has dropped of them no longer counts,
     and what is left of weighted ones is held, since autograd would add to it unweighted."""
     if not reducer.batch.resumes:
         return  # a lane begins with empty gradients
@@ -87,7 +87,8 @@ def resume_step(reducer: "Reducer") -> None:
 
 
 def check_unweighted(slot: GradSlot) -> None:
-    """A backward begins with the gradient of a parameter, and not in the replica's forward, where it could be seen."""
+    """A backward begins with the gradient of a parameter, and not in the replica's forward, where it could be
+    noticed."""
     if slot.attached():
         raise UsageError(
             f"inside weight() a backward added to the gradient of {slot.meta.name} before it reached an output of the "

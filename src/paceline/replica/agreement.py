@@ -1,4 +1,4 @@
-"""The settings that say what ranks check of each other in every step, and what they do about what they find."""
+"""The settings of the checks that ranks make of each other in every step, and of their consequences."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,7 +12,7 @@ _CHOICES = {"drift": ("raise", "heal"), "not_finite": ("keep", "skip", "raise"),
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What ranks check in every step beside the gradients, and what they do about what they find.
+    """What ranks check in every step besides reducing gradients, and how they react.
 
     Args:
         state_every: the number of steps within which all parameters and optimizer state (in lanes also buffers) are
@@ -24,21 +24,22 @@ class Agreement:
         trust: the rank whose values are used to heal when there is no majority, as between two ranks.
         not_finite: what to do when gradients are not finite. "keep" them, as torch does; "skip" the step on all ranks:
             gradients are set to None, so that the optimizer changes nothing; or "raise". With GradScaler use "keep": it
-            finds them and skips such steps by itself, and raises "No inf checks were recorded" where there are no
-            gradients left to look at.
+            finds them and skips such steps itself, and raises "No inf checks were recorded" where there are no
+            gradients left to check.
         patience: raise after this many consecutive skipped steps.
         audit_every: in lanes, the number of steps between audits: one lane of the step is computed a second time by
-            another rank, and its gradients are compared bit for bit. 0: none. The body of the loop over lanes runs once
-            more there: see `DistributedDataParallel.repeats_lane`.
-        audit: what to do when they differ, and a third rank has decided who is wrong. "raise" on every rank, before the
+            another rank, and its gradients are compared bit for bit. 0: none. The body of the loop over lanes then runs
+            once more: see `DistributedDataParallel.repeats_lane`.
+        audit: what to do when they differ and a third rank has decided which is wrong. "raise" on every rank, before
+        the
             update, or "warn" and continue.
         checksums: in lanes over torch.distributed on hosts, compare every slice of a bucket that ranks send each other
-            with what has come. One that was damaged on its way is a `MessageDamaged` on every rank, which names the
-            sender and the bucket, before anything is used. Shared memory and devices have other protection.
-        capsules: a folder for failure capsules. What the step was given is written there when replicas drift, a
-            gradient is not finite, or forward or backward raises; `paceline replay FILE` runs it again. Set it on all
+            with what was received. A damaged one raises `MessageDamaged` on every rank, which names the sender and the
+            bucket, before anything is used. Shared memory and devices have their own protection.
+        capsules: a folder for failure capsules. The inputs of the step are written there when replicas drift, a
+            gradient is not finite, or forward or backward raises; `paceline replay FILE` reruns it. Set it on all
             ranks or on none. A process writes the first 8 capsules of each kind of finding.
-        about: more to write into capsules, such as what the model was built from: plain values and tensors.
+        about: additional content of capsules, such as what the model was built from: plain values and tensors.
     """
 
     state_every: int = 64
@@ -71,5 +72,5 @@ class Agreement:
         return ", ".join([*settings, f"capsules={'a folder' if self.capsules is not None else None}"])
 
     def check_trust(self, size: int) -> None:
-        if self.trust is not None and 1 < size <= self.trust:  # a single rank has none to heal from
+        if self.trust is not None and 1 < size <= self.trust:  # a single rank has no other to heal from
             raise UsageError(f"Agreement(trust={self.trust}): expected a rank of this world, 0 to {size - 1}")

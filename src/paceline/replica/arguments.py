@@ -1,4 +1,4 @@
-"""What the constructor was given, checked before anything is started."""
+"""Checks of the constructor's arguments, before anything is started."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from paceline.member import in_elastic_job
 from paceline.placement import Placement
 
 CHOICES = {"init": ("broadcast", "verify"), "unused": ("zero", "error"), "bucket_plan": ("auto", "fixed")}
-# What FSDP and DeepSpeed call their settings, and what to do here.
+# Names of settings in FSDP and DeepSpeed, and their equivalents here.
 _NO_OFFLOAD = (
     'nothing is kept in host memory for a device; placement="zero3" divides parameters, gradients and optimizer state '
     "by the number of ranks, and `paceline plan` says on how many a model fits"
@@ -44,8 +44,8 @@ class Managed:
     sparse: tuple[bool, ...]
 
     def of(self, module: nn.Module, ignored: set[str], owned: Any) -> "Managed":
-        """The same parameters, of a module that has taken the other's place, such as a compiled one around it. Where
-        they are in shards, `owned` knows what it has instead of them."""
+        """The same parameters, of a module that has replaced the other one, such as a compiled one around it. If
+        they are in shards, `owned` knows what the module holds instead."""
         mine = {id(param) for param in self.params}
         strangers = [
             name
@@ -66,14 +66,14 @@ class Managed:
 
 
 def check_choices(**given: str) -> None:
-    """Refuse names that no code path could mean."""
+    """Refuse unknown names."""
     for name, value in given.items():
         if value not in CHOICES[name]:
             raise UsageError(f"{name}={value!r} is not known; accepted: {', '.join(map(repr, CHOICES[name]))}")
 
 
 def check_objects(*, timeout: float | None, transport: Any, reduction: Any) -> None:
-    """Refuse what cannot be used as what it was given for."""
+    """Refuse arguments of the wrong type."""
     if isinstance(transport, str) and transport not in TRANSPORTS:
         accepted_names = ", ".join(map(repr, TRANSPORTS))
         raise UsageError(f"transport={transport!r} is not known; accepted: {accepted_names}, or a Transport object")
@@ -97,7 +97,7 @@ def check_together(mixed_precision: Any, reduction: Any, delayed: Any, hooked: A
 
 
 def check_reduce_dtype(reduce_dtype: Any, mixed_precision: Any, reduction: Any, lanes: Any) -> torch.dtype | None:
-    """The type in which gradients are summed. The others decide about that themselves, where they are given."""
+    """The type in which gradients are summed. The other arguments decide it themselves, if given."""
     if reduce_dtype is None:
         return None
     found = floating_type("reduce_dtype", reduce_dtype)
@@ -111,7 +111,7 @@ def check_reduce_dtype(reduce_dtype: Any, mixed_precision: Any, reduction: Any, 
 
 
 def floating_type(name: str, given: object) -> torch.dtype:
-    """The type that `given` is, or is the name of: torch.float32, or "float32"."""
+    """The dtype that `given` is or names: torch.float32, or "float32"."""
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UsageError(
@@ -121,7 +121,7 @@ def floating_type(name: str, given: object) -> torch.dtype:
 
 
 def or_from_environment(transport: Any, lanes: Any) -> tuple[Any, Any]:
-    """What the environment says where the constructor was told nothing: a notebook sets it for all of its cells."""
+    """Defaults from the environment, which a notebook sets for all of its cells."""
     if transport == "auto":
         transport = os.environ.get("PACELINE_TRANSPORT") or "auto"
     if lanes is None and (told := os.environ.get("PACELINE_LANES")):
@@ -132,8 +132,8 @@ def or_from_environment(transport: Any, lanes: Any) -> tuple[Any, Any]:
 
 
 def check_lanes(lanes: Any, seed: Any, size: int, module: nn.Module, **beside: bool) -> None:
-    """Refuse lanes that cannot be, or that would not give the same bits in every world. `beside` names what was given
-    with them that cannot be."""
+    """Refuse impossible lanes, and those that would not give the same bits in every world. `beside` names other
+    arguments that cannot be combined with lanes."""
     if not isinstance(seed, int):
         raise UsageError(f"seed={seed!r} is not a whole number")
     if lanes is None:
@@ -151,7 +151,7 @@ def check_lanes(lanes: Any, seed: Any, size: int, module: nn.Module, **beside: b
         if isinstance(layer, nn.SyncBatchNorm):
             raise UsageError(
                 f"lanes={lanes} cannot be combined with the SyncBatchNorm {name or 'that was given'}: its statistics "
-                f"are over the ranks, however many there are; use BatchNorm, whose statistics are then the mean over "
+                f"depend on the number of ranks; use BatchNorm, whose statistics are then the mean over "
                 f"lanes"
             )
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
@@ -161,7 +161,7 @@ def check_lanes(lanes: Any, seed: Any, size: int, module: nn.Module, **beside: b
 
 
 def describe_reduction(reduction: Any) -> str:
-    """Words that are equal on two ranks when the reductions are: the type, and those fields that say the same there."""
+    """A text that is equal on two ranks if their reductions are: the type, and the fields that are comparable."""
     told = [
         f"{item.name}={getattr(reduction, item.name)!r}"
         for item in (fields(reduction) if is_dataclass(reduction) else ())
@@ -171,7 +171,7 @@ def describe_reduction(reduction: Any) -> str:
 
 
 def check_module(module: Any, placement: Placement, device_mesh: Any) -> None:
-    """Refuse what is not a bare module, and what it may not have."""
+    """Refuse anything but a bare module, and unsupported contents."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module to wrap, got {type(module).__name__}")
     for name, child in module.named_modules():
@@ -185,14 +185,14 @@ def check_module(module: Any, placement: Placement, device_mesh: Any) -> None:
 
 
 def refuse_elsewhere_known(given: Iterable[str]) -> None:
-    """Refuse what other libraries call their own settings, with the way to what is meant."""
+    """Refuse settings of other libraries by name, and say what to use instead."""
     for name in given:
         if name in ELSEWHERE:
             raise TypeError(f"DistributedDataParallel takes no {name}=: {ELSEWHERE[name]}")
 
 
 def _check_parameters(module: nn.Module, placement: Placement, device_mesh: Any) -> None:
-    """Refuse parameters whose numbers are kept in another way than gradients can be reduced, or shards be made."""
+    """Refuse parameters whose storage does not allow reducing gradients or making shards."""
     sliced = getattr(device_mesh, "ndim", 0) == 1 and is_sliced(device_mesh)
     shards = placement.shards_optimizer
     if shards and sliced:
@@ -214,8 +214,8 @@ def _check_parameters(module: nn.Module, placement: Placement, device_mesh: Any)
             )
         if shards and hasattr(type(param), "__tensor_flatten__"):
             raise UsageError(
-                f"{name} is a {type(param).__name__}, which keeps its numbers in other tensors, so "
-                f'placement="{placement.name}" cannot cut it; expected an ordinary parameter; use placement="ddp"'
+                f"{name} is a {type(param).__name__}, which stores its values in other tensors, so "
+                f'placement="{placement.name}" cannot shard it; expected an ordinary parameter; use placement="ddp"'
             )
         if param.requires_grad and param.dtype.is_floating_point and param.dtype.itemsize == 1:
             raise UsageError(
@@ -274,14 +274,14 @@ def choose_group(process_group: Any, device_mesh: Any) -> Any:
         return device_mesh.get_group(mesh_dim=0)
     if process_group is not None:
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise UsageError("this rank is not a member of the process_group it was given; build the model on members")
+            raise UsageError("this rank is not a member of the given process_group; build the model on members")
         if not isinstance(process_group, dist.ProcessGroup):
             raise UsageError(f"expected a process group, such as dist.new_group() returns, got {process_group!r}")
         return process_group
     if not dist.is_initialized() and in_elastic_job():
         raise UsageError(
-            "the ranks of an elastic job meet in paceline.Elastic(model=..., optimizer=..., ...), and this one has not "
-            "made it yet: make it after the model and the optimizer, and before the model is used"
+            "an elastic job forms its group in paceline.Elastic(model=..., optimizer=..., ...), which this rank has "
+            "not created yet: create it after the model and the optimizer, and before the model is used"
         )
     if not dist.is_initialized():
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The parts of a replica, made and joined: reducer, lanes, monitor, capsules, gate and guard."""
+"""Builds and connects the parts of a replica: reducer, lanes, monitor, capsules, gate and guard."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from paceline.replica.ddp import DistributedDataParallel
 
 
-BUCKETS_IN_TURN = 2  # that have memory at a time, where gradients are sharded: one fills while one is reduced
+BUCKETS_IN_TURN = 2  # buckets with memory at a time if gradients are sharded: one fills while one is reduced
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What a replica is made of."""
+    """The parts of a replica."""
 
     core: Reducer
     gate: UpdateGate
@@ -66,14 +66,14 @@ class Assembly:
     state_hooks: Sequence[RemovableHandle]
 
     def prepares(self) -> Callable[[], None] | None:
-        """What has to be done about parameters before every forward."""
+        """The function that prepares parameters before every forward."""
         if self.narrow is not None:
             return self.narrow.narrow
         return None if self.owned is None or self.owned.gathers is None else self.owned.gathers.before_forward
 
     def closer(self) -> Callable[[], None]:
-        """What leaves the parameters and the module as they were. It does not keep the units alive: they hold the
-        module, which may hold the replica, as that of a trainer does."""
+        """The function that restores the parameters and the module. It does not keep the units alive: they hold the
+        module, which may hold the replica, as a trainer's module does."""
         units = None if self.owned is None or self.owned.units is None else weakref.ref(self.owned.units)
         gathers = None if self.owned is None else self.owned.gathers
         return partial(_close, self.guard, self.core, self.state_hooks, units, gathers)
@@ -97,7 +97,7 @@ def _close(
 
 
 def assemble(replica: "DistributedDataParallel") -> Assembly:
-    """Lay out the gradients, hook the parameters, and join what looks after them."""
+    """Lay out the gradients, hook the parameters, and connect the parts."""
     check_audits(replica._agreement, replica._lane_count, replica._placement, replica._group)
     _show_progress()
     metas = metas_of(replica)
@@ -126,7 +126,7 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
         state_hooks = narrow.widen_before_state_is_read(replica.module)
         cast_buffers(replica.module, config.buffer_dtype, replica.parameters_to_ignore)
     if monitor is not None and replica._placement.shards_parameters and replica._shard_groups is None:
-        monitor.stop_comparing()  # no two ranks have anything that is meant to be equal
+        monitor.stop_comparing()  # no two ranks hold anything that should be equal
     return Assembly(core, gate, guard, lane_loop, capsules, narrow, owned, state_hooks)
 
 
@@ -142,7 +142,7 @@ def _callbacks(
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Call a method of something that is not kept alive by that: hooks of parameters hold the reducer where Python's
+    """Call a method of an object without keeping it alive: parameter hooks hold the reducer where Python's
     collector cannot see it, and units hold the module."""
     found = weakref.WeakMethod(method)
 
@@ -154,7 +154,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _show_progress() -> None:
-    """From now on the launcher, if there is one, sees what this rank does."""
+    """Report the progress of this rank to the launcher, if there is one, from now on."""
     own_progress().begin()
     if dist.is_initialized():
         own_progress().note_end(lambda: not dist.is_initialized())
@@ -178,10 +178,10 @@ def reduction_of(replica: "DistributedDataParallel") -> Reduction:
 
 
 def _on_damage(replica: "DistributedDataParallel") -> OnDamage | None:
-    """What is to be done when a slice of a bucket was damaged on its way here, if that is looked for."""
+    """The callback for a damaged slice of a bucket, if checksums are on."""
     if replica._agreement is None or not replica._agreement.checksums:
         return None
-    known = weakref.ref(replica)  # what reduces is not to keep it alive: see _weakly
+    known = weakref.ref(replica)  # the reduction must not keep it alive: see _weakly
 
     def note(bucket: int, sender: int) -> None:
         if (alive := known()) is not None:
@@ -192,8 +192,8 @@ def _on_damage(replica: "DistributedDataParallel") -> OnDamage | None:
 
 
 def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> OwnedBlocks | None:
-    """This rank's blocks of the parameters, if the placement cuts them and there is a rank to share them with. In an
-    elastic job there may be later, so they are cut over one rank too; and an optimizer knows them, so they stay."""
+    """This rank's blocks of the parameters, if the placement shards them and there is another rank. In an
+    elastic job others may join later, so they are cut over one rank too; optimizers hold them, so they are kept."""
     if not replica._placement.shards_optimizer or (replica._group.single and not replica._in_generations):
         return None
     if replica._in_generations and (known := replica._owned) is not None:
@@ -212,13 +212,13 @@ def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> Ow
 
 
 def sharing(replica: "DistributedDataParallel") -> Group:
-    """The ranks that have all shards between them, with this one."""
+    """The group of ranks, with this one, that hold all shards between them."""
     return replica._group if replica._shard_groups is None else replica._shard_groups.shard
 
 
 def _units(replica: "DistributedDataParallel", owned: OwnedBlocks, others: Group) -> Units:
-    """Take the parameters apart. They are gathered over a duplicate of the group: a rank that does not use a parameter
-    reduces its bucket later than others, and so at another place among the gathers."""
+    """Shard the parameters. They are gathered over a duplicate of the group, because a rank that does not use a
+    parameter reduces its bucket later than others, and so at another point in the sequence of gathers."""
     for shard in owned.shards:
         shard.leave_parameter()
     transport = others.transport.dup(others.timeout_s)
@@ -251,7 +251,7 @@ def _reducer(
 
 def metas_of(replica: "DistributedDataParallel") -> list[ParamMeta]:
     managed = replica._managed
-    if replica._owned is not None and replica._owned.units is not None:  # in shards they have no strides
+    if replica._owned is not None and replica._owned.units is not None:  # sharded parameters have no strides
         return list(replica._owned.metas)
     return [
         ParamMeta(name, tuple(p.shape), tuple(p.stride()), p.dtype, p.device, sparse)
@@ -314,7 +314,7 @@ def _monitor(
     owned: OwnedBlocks | None,
     narrow: NarrowParameters | None,
 ) -> ReplicaMonitor | None:
-    """What looks after the replica in every step, as far as it was asked for and there is anything to look after."""
+    """The monitor of the replica, if it is enabled and there is something to monitor."""
     agreement, group = replica._agreement, replica._group
     if agreement is None or (group.single and agreement.not_finite == "keep"):
         return None
@@ -342,7 +342,7 @@ def _monitor(
 
 
 def _gate(replica: "DistributedDataParallel", core: Reducer) -> UpdateGate:
-    """What keeps optimizers on a device from using gradients that they must not use."""
+    """The gate that keeps optimizers on a device from using invalid gradients."""
     managed, agreement = replica._managed, replica._agreement
     names = {id(param): name for name, param in zip(managed.names, managed.params, strict=True)}
     return UpdateGate(core, names, looks=agreement is not None and agreement.not_finite != "keep")

@@ -1,8 +1,8 @@
-"""Writes failure capsules: files that hold a step that went wrong, so that it can be run again elsewhere.
+"""Writes failure capsules: files that hold a failed step, so that it can be rerun elsewhere.
 
 On a finding that all ranks share (drift, gradients that are not finite) the batches of all of them are gathered, and
-the first rank at fault writes. A rank that crashes writes what it has itself. Nothing in here raises an error, which
-would hide what went wrong in the step.
+the first rank at fault writes. A rank that crashes writes its own data. Nothing in this file raises an error, which
+would hide the error of the step.
 """
 
 import atexit
@@ -42,7 +42,7 @@ _writers: "weakref.WeakSet[CapsuleWriter]" = weakref.WeakSet()
 
 @dataclass
 class _StepInputs:
-    """What a step was given."""
+    """The inputs of a step."""
 
     step: int = 0
     batch: list[Any] | None = None
@@ -57,12 +57,12 @@ class _StepInputs:
         self.batch += batch
 
     def changed(self) -> list[str]:
-        """The tensors that were written to since the step was given them."""
+        """The input tensors that were written to since the step began."""
         return [name for name, tensor, version in self.versions if tensor._version != version]
 
 
 class CapsuleWriter:
-    """Keeps what the current step was given, and writes it to a file when something goes wrong."""
+    """Keeps the inputs of the current step, and writes them to a file when the step fails."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class CapsuleWriter:
         self._seed = seed
         self._device = device
         self._current = _StepInputs()
-        self._previous: _StepInputs | None = None  # where findings come a step late
-        self._crashed = ""  # the error of this step of which a capsule was written
+        self._previous: _StepInputs | None = None  # for findings that come one step late
+        self._crashed = ""  # the error of this step for which a capsule was written
         self._findings: Counter[str] = Counter()
         _writers.add(self)
 
@@ -95,7 +95,7 @@ class CapsuleWriter:
         """A forward outside lanes begins. A step may have several, one for each of its microbatches or even more."""
         if not torch.is_grad_enabled():
             return
-        step = self._core.reductions_begun + 1  # the one that this forward leads to
+        step = self._core.reductions_begun + 1  # the one that will reduce this forward
         now = self._current
         if now.batch is None or step != now.step or len(now.batch) >= KEPT_FORWARDS:
             now = self._begin(step)
@@ -112,7 +112,7 @@ class CapsuleWriter:
     # ---- all ranks
 
     def on_finding(self, kind: Kind, text: str, ranks: Sequence[int], late: bool = False) -> None:
-        """All ranks call it, in the same step. `late`: it is about the step before this one."""
+        """All ranks call it, in the same step. `late`: it concerns the previous step."""
         inputs = self._previous if late and self._previous is not None else self._current
         transport = self._core.transport
         self._findings[kind] += 1
@@ -129,7 +129,7 @@ class CapsuleWriter:
             logger.warning("%d capsules of kind %r were written; no more will be", KEPT_FINDINGS, kind)
 
     def _own_bytes(self, inputs: _StepInputs, kind: Kind) -> bytes:
-        """What this rank sends to the one that writes; nothing if it cannot be encoded, so that no rank waits."""
+        """The data that this rank sends to the writing rank; empty if it cannot be encoded, so that no rank waits."""
         try:
             digests = self._digests(inputs) if kind == "divergence" else {}
             given = encodable(self._given(inputs), ("the batch", "0"), [])  # the path that it has below
@@ -152,7 +152,7 @@ class CapsuleWriter:
         return capsule
 
     def _digests(self, inputs: _StepInputs) -> dict[str, int]:
-        """Of what is meant to be equal on all ranks: outside lanes buffers are not."""
+        """Digests of the state that should be equal on all ranks, which excludes buffers outside lanes."""
         left_out = {name for name, _ in self._module.named_buffers()} if self._buffers is None else set()
         state = {name: value for name, value in self._state(inputs).items() if name not in left_out}
         return {name: state_digest([value]) for name, value in state.items() if readable(value)}
@@ -163,10 +163,10 @@ class CapsuleWriter:
         """Forward has raised."""
         lanes = self._core.batch.lanes
         if not torch.is_grad_enabled() or (lanes is not None and lanes.state is not LaneState.OPEN):
-            return  # an evaluation, of which nothing was noted
+            return  # an evaluation, which is not recorded
         self._crash(error)
         if lanes is None and self._current.batch:
-            self._current.batch.pop()  # if the step continues, it does so without it
+            self._current.batch.pop()  # if the step continues, it is without this forward
 
     def on_failed_backward(self) -> None:
         """A backward has raised. This is known only later, when the error itself may be gone."""
@@ -178,7 +178,7 @@ class CapsuleWriter:
             self._crash(None)
 
     def on_exit(self, error: BaseException) -> None:
-        """The process ends with an error: if that was in a step, there is no capsule of it yet."""
+        """The process ends with an error: if that happened in a step, there is no capsule of it yet."""
         core = self._core
         # Outside lanes: a forward of this step was run, and what was made of it has not been reduced.
         inside = (
@@ -189,7 +189,7 @@ class CapsuleWriter:
 
     def _crash(self, error: BaseException | None) -> None:
         inputs, lanes = self._current, self._core.batch.lanes
-        if lanes is not None and not lanes.reduces:  # the lane of another rank, whose microbatch is not ours
+        if lanes is not None and not lanes.reduces:  # the lane of another rank, whose microbatch this rank does not own
             return
         if not inputs.batch or (self._crashed and (error is None or self._crashed != UNKNOWN_ERROR)):
             return
@@ -203,7 +203,7 @@ class CapsuleWriter:
     # ---- what a capsule holds
 
     def _own(self, inputs: _StepInputs, kind: Kind, text: str, ranks: Sequence[int]) -> Capsule:
-        """All but the state, which only the rank that writes adds."""
+        """The capsule without the state, which only the writing rank adds."""
         core = self._core
         return Capsule(
             kind=kind,
@@ -219,11 +219,11 @@ class CapsuleWriter:
                 + (f", bucket {stamp.bucket}" * (stamp.bucket >= 0))
                 for stamp in core.trace.stamps()[-KEPT_STAMPS:]
             ),
-            omitted=tuple(f"{name}: changed since the step was given it" for name in inputs.changed()),
+            omitted=tuple(f"{name}: changed since the step began" for name in inputs.changed()),
         )
 
     def _given(self, inputs: _StepInputs) -> dict[str, Any]:
-        """What this rank was given in the step."""
+        """This rank's inputs of the step."""
         lanes = self._core.batch.lanes
         return {
             "rank": self._core.transport.rank,
@@ -233,7 +233,7 @@ class CapsuleWriter:
         }
 
     def _state(self, inputs: _StepInputs) -> dict[str, torch.Tensor]:
-        """Parameters and buffers as the step found them."""
+        """Parameters and buffers at the start of the step."""
         before = inputs.buffers if self._buffers is None else dict(self._buffers.before())
         state = self._module.state_dict()
         return {name: before.get(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""Optimizer steps that are given a closure."""
+"""Optimizer steps with a closure."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The state of a replica that is meant to be equal on all ranks: parameters, buffers in lanes, optimizer states."""
+"""The state of a replica that should be equal on all ranks: parameters, buffers in lanes, optimizer states."""
 
 import logging
 import weakref
@@ -18,7 +18,7 @@ logger = logging.getLogger("paceline")
 
 
 class ComparedState:
-    """Lists the tensors, and has the rotation in which they are compared."""
+    """Lists the tensors, and cuts them into the parts that each step compares."""
 
     def __init__(
         self,
@@ -28,20 +28,20 @@ class ComparedState:
         twins: TwinState | None = None,
         wide: Callable[[], list[torch.Tensor]] | None = None,
     ) -> None:
-        """`every`: in how many steps all of them are compared. `buffers`: only in lanes are they meant to be equal on
-        all ranks, when a step begins. `twins`: takes turns with this, unless it is compared instead. `wide`: returns
+        """`every`: the number of steps in which all are compared once. `buffers`: in lanes these should be equal on
+        all ranks, when a step begins. `twins`: compared in turn with this, or instead of it. `wide`: returns
         the parameters themselves, where narrow copies stand in for them."""
         self.buffers = buffers
         self.twins = twins
         self.turns = 2 if twins is not None and not twins.instead else 1
         self.on_device = bool(params) and params[0][1].is_cuda
         self.optimizers: list[weakref.ref[Optimizer]] = []
-        self.stale = True  # the tensors have to be listed again
+        self.stale = True  # the tensors must be listed again
         self.rotation = Rotation([], max(1, every // self.turns))
         self.signature = 0  # a digest of their names, shapes and dtypes
         self._params, self._wide = params, wide
         self._names = {id(param): name for name, param in params}
-        self._params_only = False  # ranks hold different optimizer states, as they do where these are sharded
+        self._params_only = False  # ranks hold different optimizer states, as they do if these are sharded
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         self.optimizers = [known for known in self.optimizers if known() is not None]
@@ -65,19 +65,20 @@ class ComparedState:
         return self.signature
 
     def whole(self) -> list[Piece]:
-        """All of it, listed anew."""
+        """The whole state, listed again."""
         self.list_anew()
         return self.rotation.whole()
 
     def by_group(self, group: Group) -> list[tuple[list[Piece], Group]]:
-        """All that is compared, listed anew, and over which group; `group` is that of all ranks."""
+        """Everything that is compared, listed again, with the group that compares it; `group` is that of all ranks."""
         of_all = self.whole(), group
         if self.twins is None:
             return [of_all]
         return [*([] if self.twins.instead else [of_all]), (self.twins.rotation.whole(), self.twins.group)]
 
     def differs(self, rows: Sequence[StepReport]) -> bool:
-        """Whether ranks have reported different digests of the same tensors. All ranks ask, with the same reports."""
+        """Whether ranks have reported different digests of the same tensors. All ranks call it with the same
+        reports."""
         if not all(row.signature for row in rows):
             return False
         positions = 1 if self.twins is None else self.twins.positions
@@ -88,7 +89,7 @@ class ComparedState:
         return len({(row.signature, row.state) for row in rows}) > len(set().union(*signatures))
 
     def compare_parameters_only(self) -> None:
-        """Ranks that hold different tensors cannot compare them; parameters are the same everywhere, by agreement."""
+        """Ranks that hold different tensors cannot compare them; parameters are the same everywhere."""
         if not self._params_only:
             logger.info("ranks hold different optimizer states, so only parameters are compared between them")
         self._params_only = self.stale = True

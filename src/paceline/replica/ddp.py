@@ -55,23 +55,25 @@ class DistributedDataParallel(TorchSurface):
         reduce_dtype: the type in which gradients are summed, such as torch.float32 for a bfloat16 model, under every
             placement. The result is rounded once, to the type of the gradient. None: the transport decides.
         bucket_plan: "auto" measures the first steps and cuts the buckets so that the last one is reduced soonest;
-            "fixed" keeps torch's sizes, as `bucket_cap_mb` and `bucket_cap_mb_list` do when given.
+            "fixed" keeps torch's sizes, as do `bucket_cap_mb` and `bucket_cap_mb_list`.
         unused: "zero" accepts parameters that a backward does not use; "error" raises on every rank.
         guard: refuse optimizer steps on gradients that were never reduced.
         timeout: seconds after which a wait for another rank is an error. None: the process group's own timeout.
         placement: what each rank keeps: "ddp" everything, "zero1" its shards of the optimizer state, "zero2"
-            those of the gradients too, "zero3" those of the parameters too. Make the optimizer with
+            also of the gradients, "zero3" also of the parameters. Create the optimizer with
             `model.optimizer()`.
         shard: how many consecutive ranks, such as those of one host, share one set of shards; it must divide the
             number of ranks. The next ranks hold the same shards again. None: all ranks; 1: as "ddp".
-        copies: the same in another way: how many ranks hold each shard, in a world of any size that this divides. With
-            2 a job that outlives its ranks (`paceline.Elastic`) may lose any one of them.
+        copies: alternative to `shard`: how many ranks hold each shard, in any world whose size this divides. With
+            2 an elastic job (`paceline.Elastic`) may lose any one rank.
         units: for "zero3", the modules, or classes of them, whose parameters are gathered and freed together. None: the
             repeated blocks of the model.
-        lanes: give the same bits in a world of any size up to this number: see `lanes()`. None: PACELINE_LANES of the
-            environment, or no lanes.
+        lanes: give the same bits in a world of any size up to this number: see `lanes()`. None: the environment
+        variable
+            PACELINE_LANES, or no lanes.
         seed: the seed for random numbers inside lanes.
-        agreement: what ranks check of each other in every step; see `Agreement`. None: its defaults, or nothing with
+        agreement: what ranks check about each other in every step; see `Agreement`. None: its defaults, or no checks
+        with
             `guard=False`.
 
     Example:
@@ -142,7 +144,7 @@ class DistributedDataParallel(TorchSurface):
         self._init_torch_attributes(module, check_reduction, delay_all_reduce_named_params or ())
         init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self._start_device = from_meta.device_of(module, device_ids, process_group or dist.group.WORLD)
-        self._transport_choice = transport if isinstance(transport, str) else None  # None: it was given
+        self._transport_choice = transport if isinstance(transport, str) else None  # None: a Transport object was given
         self._group = membership.join(self, transport, process_group, device_mesh, timeout)
         given = {
             "reduction=": reduction is not None,
@@ -154,10 +156,10 @@ class DistributedDataParallel(TorchSurface):
         self._lane_count, self._seed = lanes, seed
         self._choose_placement(placement, shard, copies, units)
         if lanes is not None:
-            self.forward_sync_buffers = False  # they have a rule of their own: replica/lane_buffers.py
+            self.forward_sync_buffers = False  # they follow other rules: replica/lane_buffers.py
         caps = BucketCaps.from_mib(bucket_cap_mb, bucket_cap_mb_list)
-        several = len({param.device for param in module.parameters()}) > 1  # times of two devices do not compare
-        in_turn = self._placement.shards_gradients  # two buckets have memory at a time, so they are not to be large
+        several = len({param.device for param in module.parameters()}) > 1  # times of two devices are not comparable
+        in_turn = self._placement.shards_gradients  # two buckets have memory at a time, so they should not be large
         self._settings = ReducerSettings(
             caps=caps,
             plans_buckets=bucket_plan == "auto" and not (caps.given or several or in_turn),
@@ -189,7 +191,7 @@ class DistributedDataParallel(TorchSurface):
     # ---- construction, step by step
 
     def _build(self) -> None:
-        """Lay out the gradients and hook the parameters; also after unpickling."""
+        """Lay out the gradients and hook the parameters; also called after unpickling."""
         keep_out_of_graphs()
         self._assign_modules_buffers()
         if self._use_python_reducer:
@@ -220,10 +222,11 @@ class DistributedDataParallel(TorchSurface):
         master: torch.dtype | str | None = None,
         **options: Any,
     ) -> Optimizer:
-        """An optimizer over what this rank owns of the model: all of it, or its shards under a sharded placement.
+        """An optimizer over the part of the model that this rank owns: all of it, or its shards under a sharded
+        placement.
 
-        Give a class and its options, with `params` as the class takes them (default: all trained parameters), or an
-        optimizer that was made from `model.parameters()` and has not stepped yet. To schedulers, GradScaler and
+        Pass a class and its options, with `params` as the class takes them (default: all trained parameters), or an
+        optimizer that was created from `model.parameters()` and has not stepped yet. To schedulers, GradScaler and
         checkpoints it is an ordinary optimizer; `state_dict()` is that of whole parameters, and a collective.
         `master="float32"` keeps and updates the weights of a bfloat16 or float16 model in that type too.
 
@@ -251,7 +254,7 @@ class DistributedDataParallel(TorchSurface):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather all parameters in full, so that they can be read or changed, under every placement. All ranks enter
+        """Gather the full parameters, so that they can be read or changed, under every placement. All ranks must enter
         it, and must make the same changes."""
         if self._owned is not None and self._owned.gathers is not None:
             self._owned.gathers.wait()
@@ -262,9 +265,9 @@ class DistributedDataParallel(TorchSurface):
             yield
 
     def whole_among(self, ranks: Iterable[int]) -> bool:
-        """Whether these ranks have the whole state of a step between them: every shard of it, or all of it on one rank.
+        """Whether these ranks hold the whole state of a step between them: every shard of it, or all of it on one rank.
 
-        This tells only who holds what. Whether a rank is in the middle of an update is known to that rank alone.
+        This only concerns the placement. Whether a rank is in the middle of an update is known only to that rank.
 
         Example:
             >>> model = paceline.DistributedDataParallel(net, placement="zero3", shard=2)  # on 4 ranks
@@ -279,7 +282,7 @@ class DistributedDataParallel(TorchSurface):
     # ---- what a step is made of
 
     def sync_gradients(self) -> None:
-        """Reduce what has been accumulated, without another forward.
+        """Reduce the accumulated gradients, without another forward.
 
         Needed after backward with `overlap=False`, and after backwards that ran inside `no_sync()`. Does nothing while
         synchronisation is switched off, nor with `overlap=True` when everything is reduced already.
@@ -309,7 +312,7 @@ class DistributedDataParallel(TorchSurface):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them. What counts is where backward runs, not forward.
+        """Accumulate gradients without reducing them. What matters is where backward runs, not forward.
 
         Example:
             >>> with model.no_sync():
@@ -331,7 +334,7 @@ class DistributedDataParallel(TorchSurface):
     def weight(self, weight: float | torch.Tensor) -> Iterator[None]:
         """Weigh the backwards inside: gradients become the exact mean over all tokens of all ranks and microbatches.
 
-        Give the number of tokens (or samples) that the loss is a mean over. All microbatches of a step, on all ranks,
+        Pass the number of tokens (or samples) that the loss is a mean over. All microbatches of a step, on all ranks,
         must run inside `weight(...)`.
 
         Example:
@@ -344,14 +347,15 @@ class DistributedDataParallel(TorchSurface):
     def lanes(self, microbatches: Iterable[Microbatch], step: int) -> Iterator[Microbatch]:
         """Run this rank's lanes of one step, for the same bits in every world.
 
-        A global batch is `lanes` microbatches. A rank runs some of them, one after another, each in its own turn of the
-        loop: with random numbers that follow from (seed, step, lane), from the same buffers, and with gradients that
-        are added in the order of one tree over lane numbers. So 1, 2, 3 or `lanes` ranks give equal bits, as long as
-        the kernels do: the same number of threads on every rank, deterministic algorithms.
+        A global batch is `lanes` microbatches. A rank runs some of them, one after another, each in its own iteration
+        of the loop: with random numbers that follow from (seed, step, lane), from the same buffers, and with gradients
+        that are added in the order of one tree over lane numbers. So 1, 2, 3 or `lanes` ranks give equal bits, as long
+        as the kernels do: the same number of threads on every rank, deterministic algorithms.
 
-        `step` is the number of the step, from 0 or from where a resumed run goes on: random numbers follow from it. A
-        rank that leaves the loop with an error tells the others when it calls `lanes()` again, or ends; they wait until
-        then. A step whose backward has raised cannot be mended inside the loop: catch the error outside of it.
+        `step` is the number of the step, counted from 0 or from where a resumed run continues; it seeds the random
+        numbers. A rank that leaves the loop with an error informs the others when it calls `lanes()` again, or ends;
+        they wait until then. A step whose backward has raised cannot be repaired inside the loop: catch the error
+        outside it.
 
         Example:
             >>> model = paceline.DistributedDataParallel(net, lanes=8, seed=7)
@@ -369,10 +373,10 @@ class DistributedDataParallel(TorchSurface):
 
     @property
     def repeats_lane(self) -> bool:
-        """Whether the loop over `lanes()` runs a lane of another rank once more, for `Agreement(audit_every=...)`.
+        """Whether the loop over `lanes()` currently repeats a lane of another rank, for `Agreement(audit_every=...)`.
 
-        That lane comes after this rank's own ones, and nothing of it is used but to compare its gradients. The body of
-        the loop must treat it like any other, and leave it out of what it adds up itself.
+        That lane comes after this rank's own lanes, and only its gradients are used, for comparison. The body of
+        the loop must treat it like any other, but exclude it from its own sums.
 
         Example:
             >>> for x in model.lanes(microbatches, step):
@@ -388,9 +392,9 @@ class DistributedDataParallel(TorchSurface):
         return range(0) if self._core.batch.lanes is None else self._core.batch.lanes.mine
 
     def skip_batch(self) -> None:
-        """Leave this rank's batch (or the running lane) out of the mean; call it instead of forward and backward.
+        """Exclude this rank's batch (or the current lane) from the mean; call it instead of forward and backward.
 
-        The others need not wait for it: gradients become the mean over those that had a batch. If none had one, they
+        Other ranks need not wait: gradients become the mean over ranks that had a batch. If none had one, they
         stay empty.
         """
         core = self._core
@@ -399,8 +403,8 @@ class DistributedDataParallel(TorchSurface):
             core.batch.skip()
             return
         if not core.step_state.forwards_pending and self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()  # as the forward of the others does
-        if core.sync_on:  # else the others only accumulate, too
+            self._sync_buffers()  # as in the forward of the others
+        if core.sync_on:  # otherwise the others only accumulate, too
             skip(core)
         self.require_forward_param_sync = core.sync_on
 
@@ -412,23 +416,23 @@ class DistributedDataParallel(TorchSurface):
     @property
     def votes(self) -> dict[str, list[int]]:
         """Which ranks voted "stop", "save" or "exhausted" in the last reduction."""
-        heard = self._core.reports.gathered_votes
+        gathered = self._core.reports.gathered_votes
         asked = (Vote.STOP, Vote.SAVE, Vote.EXHAUSTED)
-        return {str(v.name).lower(): [r for r, vote in enumerate(heard) if v in vote] for v in asked}
+        return {str(v.name).lower(): [r for r, vote in enumerate(gathered) if v in vote] for v in asked}
 
-    # ---- what there is to see
+    # ---- inspection
 
     @property
     def layout(self) -> Layout:
-        """Where every gradient lives now."""
+        """The current place of every gradient."""
         return self._core.bucket_set.layout
 
     @property
     def bucket_plan(self) -> Plan | None:
-        """How the buckets were cut, and what they were expected to cost. None until the first steps were measured."""
+        """The partition into buckets and its expected cost. None until the first steps were measured."""
         return self._core.planning.plan
 
     @property
     def trace(self) -> Trace:
-        """What happened when on this rank."""
+        """The timeline of events on this rank."""
         return self._core.trace

@@ -1,7 +1,7 @@
-"""A forward of the replica: what is done before and after the module runs.
+"""A forward of the replica: the work before and after the module runs.
 
-`forward()` itself is torch's, because torch.compile knows it by its file. It calls three methods of the replica by
-torch's names for them, and these are they.
+`forward()` itself is torch's, because torch.compile identifies it by its file. It calls three methods of the replica
+under torch's names; they are implemented here.
 """
 
 import sys
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def before_module(replica: "DistributedDataParallel", *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A forward begins. Returns the inputs, where the module needs them."""
+    """A forward begins. Returns the inputs, moved to where the module needs them."""
     if replica._use_python_reducer:
         return inputs, kwargs
     if not replica._lazy_init_ran:
@@ -52,7 +52,7 @@ def before_module(replica: "DistributedDataParallel", *inputs: Any, **kwargs: An
 
 def _before_training(replica: "DistributedDataParallel") -> None:
     refuse_compiled_autograd()
-    if replica._joins_later and replica.training:  # a rank may evaluate a copy by itself
+    if replica._joins_later and replica.training:  # a rank may evaluate a copy alone
         membership.join_later(replica)
     if replica._managed.module is not replica.module:
         replica._managed = replica._managed.of(replica.module, replica.parameters_to_ignore, replica._owned)
@@ -65,7 +65,7 @@ def _before_training(replica: "DistributedDataParallel") -> None:
 def run_module(replica: "DistributedDataParallel", *inputs: Any, **kwargs: Any) -> Any:
     """Run the module itself."""
     try:
-        # torch's way tells torch.compile to split graphs at buckets: if it is there, and there are buckets, not units.
+        # torch's method makes torch.compile split graphs at buckets: used if it exists, and without units.
         splits = not (replica._placement.shards_parameters or replica._core.is_alone()) or replica._use_python_reducer
         if "torch._dynamo" in sys.modules and splits:
             return TorchDDP._run_ddp_forward(replica, *inputs, **kwargs)

@@ -1,9 +1,9 @@
-"""Models that begin on the meta device, where tensors have shapes and no memory.
+"""Models that start on the meta device, where tensors have shapes but no memory.
 
-What is on meta gets memory on the device of the rank, and values from the reset_parameters() of the modules: each of
-them sets what it has itself, with random numbers that follow from one seed of rank 0 and the module's place in the
-model. Rank 0's values then go to all ranks. Where parameters are in shards that is done unit by unit, so no rank ever
-holds more than a unit and its shards. What no reset_parameters() has set must be loaded before the first forward.
+Tensors on meta get memory on the device of the rank, and values from the modules' reset_parameters(): each module sets
+its own, with random numbers that follow from one seed of rank 0 and the module's position in the model. Rank 0's values
+then go to all ranks. If parameters are sharded, this is done unit by unit, so no rank ever holds more than a unit and
+its shards. What no reset_parameters() sets must be loaded before the first forward.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -26,7 +26,7 @@ from paceline.replica.unit import Unit
 
 
 def device_of(module: nn.Module, device_ids: Sequence[Any] | None, group: Any) -> torch.device:
-    """Where a module is to be that is on meta, or parts of it: where the other parts are, else where ranks compute."""
+    """The device for a module on meta: that of its other parts, else the device on which ranks compute."""
     if device_ids:
         return torch.device("cuda", torch._utils._get_device_index(device_ids[0], True))
     tensors = chain(module.parameters(), module.buffers())
@@ -39,8 +39,8 @@ def device_of(module: nn.Module, device_ids: Sequence[Any] | None, group: Any) -
 
 
 def begin(replica: Any) -> "FromMeta | None":
-    """Have parameters and buffers on the device in the place of those on meta. None if there are none of them. All
-    ranks call it."""
+    """Replace parameters and buffers on meta by ones on the device. Returns None if there are none. All ranks call
+    it."""
     module, ignored = replica.module, replica.parameters_to_ignore
     named = chain(module.named_parameters(), module.named_buffers())
     if not any(tensor.is_meta and name not in ignored for name, tensor in named):
@@ -51,7 +51,7 @@ def begin(replica: Any) -> "FromMeta | None":
 
 
 def fill(replica: Any) -> None:
-    """Give values to what was on meta, equal on all ranks. All ranks call it."""
+    """Initialize what was on meta, equally on all ranks. All ranks call it."""
     if replica._from_meta is not None:
         replica._from_meta.fill(replica)
         replica._from_meta = None
@@ -65,14 +65,14 @@ class FromMeta:
         self._device = device
         self._group = group
         self._seed = gather_ints(group, [int(torch.randint(1 << 62, (), device="cpu"))], "a seed for parameters")[0][0]
-        self._begun: dict[int, torch.Tensor] = {}  # what was on meta and has memory now, by its id
-        self._places: list[tuple[int, nn.Module]] = []  # the modules that have some of it, by their number
-        self._first: dict[int, tuple[str, nn.Module]] = {}  # its name in the model, and the first module that has it
-        self._unset: dict[int, int] = {}  # buffers that no one has written to: their versions
+        self._begun: dict[int, torch.Tensor] = {}  # the tensors that replaced those on meta, by id
+        self._places: list[tuple[int, nn.Module]] = []  # the modules that hold some of them, by number
+        self._first: dict[int, tuple[str, nn.Module]] = {}  # the name in the model, and the first module that holds it
+        self._unset: dict[int, int] = {}  # versions of buffers that have not been written to
         self._replace(module, ignored)
 
     def _replace(self, module: nn.Module, ignored: Collection[str]) -> None:
-        """Parameters and buffers on the device in the place of those on meta; shared ones stay shared. Parameters have
+        """Replace parameters and buffers on meta by ones on the device; shared ones stay shared. Parameters have
         no memory yet."""
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for number, (prefix, owner) in enumerate(module.named_modules(remove_duplicate=True)):
@@ -103,16 +103,16 @@ class FromMeta:
         return id(tensor) in self._begun
 
     def allocate(self, *, in_shards: bool) -> None:
-        """Give memory to what this rank will hold in full."""
+        """Allocate what this rank will hold in full."""
         for param in self._begun.values():
             if not (in_shards and param.requires_grad) and not (storage := param.untyped_storage()).nbytes():
                 storage.resize_(param.nbytes)
 
     def reset(self, modules: Iterable[nn.Module]) -> None:
-        """Have `modules` set what they have of it."""
+        """Let `modules` initialize their tensors."""
         wanted = set(map(id, modules))
         with torch.no_grad(), put_back(self._device):
-            for number, owner in reversed(self._places):  # children before those that have them, as when built
+            for number, owner in reversed(self._places):  # children before parents, as during construction
                 if id(owner) in wanted:
                     seed_all(mixed(self._seed, number), self._device)
                     self._reset_one(owner)
@@ -120,7 +120,7 @@ class FromMeta:
     def _reset_one(self, owner: nn.Module) -> None:
         own = [one for one in (*owner._parameters.values(), *owner._buffers.values()) if one is not None]
         new = [one for one in own if self.has(one) and self._first[id(one)][1] is owner]
-        # What was there before has its values, and what several modules share has those of the first of them.
+        # Existing tensors keep their values, and shared ones get those of their first module.
         kept = [(one, one.clone()) for one in own if not any(one is other for other in new)]
         for tensor in new:
             if isinstance(tensor, nn.Parameter):
@@ -152,14 +152,14 @@ class FromMeta:
     # ---- what must be loaded
 
     def _require_values(self, module: nn.Module, owned: OwnedBlocks | None) -> None:
-        """Raise in the first forward if something has no values by then."""
+        """Raise in the first forward if some tensor still has no values."""
 
         def tensor_here(param: torch.Tensor) -> torch.Tensor:
             shard = None if owned is None else owned.find(param)
             return param.detach() if shard is None else shard.block
 
         def lacking() -> list[str]:
-            """The names of what has no values, on any rank."""
+            """The names of tensors without values, on any rank."""
             begun, there = self._begun, dict(module.named_buffers(remove_duplicate=False))
             params = [one for one in begun.values() if isinstance(one, nn.Parameter) and one.is_floating_point()]
             found = [self._first[id(param)][0] for param in params if bool(tensor_here(param).isnan().any())]
@@ -167,7 +167,7 @@ class FromMeta:
                 name = self._first[at][0]
                 if there.get(name) is begun[at] and begun[at]._version == version:
                     found.append(name)
-            if owned is None:  # all ranks have the same
+            if owned is None:  # all ranks hold the same
                 return found
             told = gather_unless_equal(self._group, found, "which parameters have no values") or [found]
             return list(dict.fromkeys(name for names in told for name in names))
@@ -195,6 +195,6 @@ class FromMeta:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """What sets the parameters and buffers of a module: torch has two names for it."""
+    """The method that initializes a module: torch has two names for it."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None

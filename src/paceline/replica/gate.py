@@ -1,8 +1,8 @@
-"""Before an update on a device: gradients that must not be used change nothing, and the host does not wait for that.
+"""Before an update on a device: invalid gradients change nothing, and the host does not wait for that.
 
 Whether gradients are finite, and whether some rank's are missing, is known on the device alone when the optimizer is
 called. torch's fused optimizers take such a flag (`found_inf`, as GradScaler gives it to them) and then change nothing.
-For any other optimizer the host has to know: it waits, once, and only where it was asked to check.
+For any other optimizer the host has to know: it waits, once, and only if the check is enabled.
 """
 
 import math
@@ -17,12 +17,12 @@ from torch.optim.optimizer import Optimizer
 from paceline.collectives.wait import EventWork
 from paceline.reducer.reducer import Reducer
 
-KEPT = 64  # checks that nobody has asked for
+KEPT = 64  # checks that were not queried
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingCheck:
-    """Which of some gradients were finite, on its way to the host."""
+    """A check for finite gradients whose result is on its way to the host."""
 
     number: int  # of the reduction
     names: list[str]
@@ -42,13 +42,13 @@ class UpdateGate:
         self._names = names
         self._checks = looks
         self._pending: deque[_PendingCheck] = deque(maxlen=KEPT)
-        self.found_before: dict[int, Any] = {}  # optimizers about to step, by id: what they had in `found_inf`
+        self.found_before: dict[int, Any] = {}  # optimizers about to step, by id: their previous `found_inf`
         self._steps = 0
         # In a world of one, which has no reports: called a step later with the step and the names of bad gradients.
         self.on_checked: Callable[[int, list[str]], None] | None = None
 
     def before_update(self, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-        """An optimizer is about to step on `params`, where streams order collectives. Have it change nothing if their
+        """An optimizer is about to step on `params`, where streams order collectives. Make it change nothing if their
         gradients must not be used."""
         if torch.cuda.is_current_stream_capturing():
             return
@@ -81,12 +81,12 @@ class UpdateGate:
                 optimizer.found_inf = before  # type: ignore[attr-defined]
 
     def begin_anew(self) -> None:
-        """Reductions are counted anew: what was seen before belongs to none of them."""
+        """The count of reductions restarts: drop earlier checks."""
         self._pending.clear()
 
     def bad_in(self, number: int) -> list[str]:
         """The parameters whose gradients were not finite when optimizers stepped on what was reduced up to reduction
-        `number`. Waits for a device that has not got there yet."""
+        `number`. Waits for the device if necessary."""
         found: list[str] = []
         while self._pending and self._pending[0].number <= number:
             check = self._pending.popleft()
@@ -95,7 +95,7 @@ class UpdateGate:
         return found
 
     def _broken(self) -> list[torch.Tensor]:
-        """1 if some rank had no gradients for this reduction, or had some that came too late."""
+        """1 if some rank had no gradients for this reduction, or had some that arrived too late."""
         reducer = self._reducer
         if not reducer.reports.unread or reducer.group.single:
             return []
@@ -105,7 +105,7 @@ class UpdateGate:
         return [pending.broken.amax()]
 
     def _not_finite(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        """1 if some gradient is not finite. Which one it is goes to the host for whoever asks later."""
+        """1 if some gradient is not finite. Which one it is goes to the host, for later queries."""
         grads = [p.grad for p in params if p.grad is not None]
         if not self._checks or not grads or any(g.layout is not torch.strided for g in grads):
             return []

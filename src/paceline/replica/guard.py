@@ -30,7 +30,7 @@ logger = logging.getLogger("paceline")
 
 
 class StepGuard:
-    """Looks at every optimizer step in the process, and acts on those that own parameters of one replica."""
+    """Checks every optimizer step in the process that updates parameters of one replica."""
 
     def __init__(
         self, reducer: Reducer, replica: nn.Module, strangers: Strangers, *, refuses: bool, gate: UpdateGate
@@ -43,27 +43,27 @@ class StepGuard:
         self._refuses = refuses
         self._closed = False
         self._stepping: set[int] = set()  # ids of optimizers; one may step inside another's step
-        self._unchecked: set[int] = set()  # of those, the ones that have not run the closure they were given
+        self._unchecked: set[int] = set()  # of those, the ones that have not run their closure
         guards.add(self)
 
     @property
     def _owned(self) -> OwnedBlocks | None:
-        """What this rank owns of the parameters, where an optimizer updates that in their place."""
+        """This rank's blocks of the parameters, if optimizers update these instead."""
         return getattr(self.replica(), "_owned", None)
 
     @property
     def module(self) -> nn.Module | None:
-        """What the replica has wrapped now: it may be given another module, such as a compiled one."""
+        """The currently wrapped module, which may have been replaced, for instance by a compiled one."""
         replica = self.replica()
         return None if replica is None else replica.get_submodule("module")
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._closed = True
         guards.remove(self)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._stepping.discard(id(optimizer))  # of one that failed in its step and is gone
+        self._stepping.discard(id(optimizer))  # of an optimizer that failed in its step and was released
         self._unchecked.discard(id(optimizer))
         reducer = self.reducer()
         if reducer is None or self._closed:
@@ -79,8 +79,8 @@ class StepGuard:
         return with_closure(args, kwargs, functools.partial(self._begin_update, optimizer))
 
     def _begin_update(self, optimizer: Optimizer) -> bool:
-        """Let an update begin that changes this replica, unless it is refused. Returns whether it changes the replica.
-        A closure makes gradients, and may complete an accumulation: with one, this is called each time it returns."""
+        """Start an update, unless it is refused. Returns whether it changes this replica. A closure computes gradients,
+        and may complete an accumulation: with one, this is called each time it returns."""
         self._unchecked.discard(id(optimizer))
         reducer = self.reducer()
         if reducer is None or self.replica() is None or self._closed or not self._check_step(optimizer, reducer):
@@ -119,7 +119,7 @@ class StepGuard:
         return True
 
     def _params_of(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """The parameters that the optimizer changes, also those of which it has this rank's blocks."""
+        """The parameters that the optimizer changes, including those of which it holds this rank's blocks."""
         params = _params_of(optimizer)
         if self._owned is None:
             return params
@@ -127,7 +127,7 @@ class StepGuard:
         return [param if shard is None else shard.param for param, shard in found]
 
     def _refuse_in_backward(self, reducer: Reducer) -> bool:
-        """Whether a backward runs, of the kind that an optimizer may step in."""
+        """Whether a backward is running in which an optimizer may step."""
         if reducer.backwards.running() and not reducer.optimizes_in_backward:
             raise UnreducedGradients(IN_BACKWARD)
         return reducer.backwards.running()
@@ -138,7 +138,7 @@ class StepGuard:
         own_progress().note(Phase.OPTIMIZER)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._unchecked:  # it never called its closure: too late to refuse, but no drift in silence
+        if id(optimizer) in self._unchecked:  # it never called its closure: too late to prevent, but do not hide it
             self._begin_update(optimizer)
         if id(optimizer) in self._stepping:
             if (gate := self._gate()) is not None and gate.found_before:
@@ -147,7 +147,7 @@ class StepGuard:
             if (reducer := self.reducer()) is not None:
                 reducer.step_state.end_update(id(optimizer))
                 reducer.trace.stamp(Moment.OPTIMIZER_END, reducer.reductions_begun)
-            if not self._stepping:  # one that steps inside another is no step of its own
+            if not self._stepping:  # a step inside another one does not count
                 own_progress().stepped()
 
 
@@ -156,11 +156,11 @@ def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 class _Guards:
-    """The guards of all replicas of this process: the one list of them.
+    """The guards of all replicas of this process: a single list.
 
     torch walks through its own list of hooks whenever some optimizer steps. Replicas come and go meanwhile, on other
-    threads and by garbage collection, so torch's list holds one hook of ours for the life of the process, and this list
-    is replaced and never changed.
+    threads and by garbage collection, so torch's list holds a single paceline hook for the life of the process, and
+    this list is replaced and never changed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Uneven inputs: a rank that has run out of data takes part in what the others do, with zeros."""
+"""Uneven inputs: a rank that has run out of data takes part in the others' collectives with zeros."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from paceline.reducer.participation import shadow
 
 
 class ReplicaJoinHook(JoinHook):
-    """What a rank without data does, in the order in which the others do it in one step."""
+    """The work of a rank without data, in the order in which the others do theirs in a step."""
 
     def __init__(self, replica: Any, *, divide_by_initial_world_size: bool) -> None:
         replica._divide_by_initial_world_size = divide_by_initial_world_size

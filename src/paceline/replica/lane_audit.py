@@ -1,9 +1,9 @@
-"""Audits of lanes: has another rank the same gradients when it computes one of them a second time?
+"""Audits of lanes: does another rank get the same gradients when it computes a lane again?
 
     the owner keeps its lane's microbatch and gradients ─→ the step is reduced ─→ all ranks are sent the microbatch
     ─→ the auditor's loop runs it once more ─→ digests are compared ─→ only if they differ: a third rank runs it, too
 
-All that ranks send each other for it is sent when the step is reduced, so a step that fails costs no rank a wait.
+All its messages are sent when the step is reduced, so no rank waits for a step that fails.
 """
 
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A microbatch as bytes, or why there are none."""
+    """A microbatch as bytes, or the reason why there are none."""
 
     content: bytes = b""
     failure: str = ""
@@ -58,7 +58,7 @@ class LaneAudit:
         packed: _Packed | None,
         capsules: CapsuleWriter | None,
     ) -> None:
-        """`given`: the microbatches of this rank. `packed`: the one that is audited, on the rank that runs its lane."""
+        """`given`: the microbatches of this rank. `packed`: the audited one, on the rank that runs its lane."""
         assert isinstance(core.batch.lanes, AuditedLanes)
         self.audit = audit
         self._capsules = capsules
@@ -70,7 +70,7 @@ class LaneAudit:
         self._packed = packed
         self._repeat: RepeatedLane | None = None
         self._result: LaneGrads | None = None  # of the last repeat
-        self._left = False  # the loop of this rank has ended: nothing can be run in it any more
+        self._left = False  # the loop of this rank has ended, so no lane can be run in it
         self._what = f"the audit of lane {audit.lane} in step {audit.step}"
         self._lanes.keep(audit.lane if packed is not None else -1)
         self.rounds = self._run()
@@ -84,7 +84,7 @@ class LaneAudit:
         step: int,
         capsules: CapsuleWriter | None,
     ) -> "LaneAudit | None":
-        """Step `step` begins, for which this rank was given these microbatches. Returns its audit, if it has one."""
+        """Step `step` begins, with these microbatches on this rank. Returns its audit, if it has one."""
         lanes, group = core.batch.lanes, core.group
         assert lanes is not None
         audit = audit_of(step, agreement.audit_every, lanes.count, group.size)
@@ -99,14 +99,14 @@ class LaneAudit:
 
     @property
     def repeating(self) -> bool:
-        """Whether the lane that runs is the one that is repeated."""
+        """Whether the current lane is the repeated one."""
         return self._repeat is not None
 
     def begin_repeat(self) -> None:
         self._repeat = RepeatedLane(self._core, self.audit.lane)
 
     def end_repeat(self) -> None:
-        """The body of the loop has run, or was left."""
+        """The body of the loop has finished or was left."""
         if self._repeat is not None:
             self._result, self._repeat = self._repeat.end(), None
 
@@ -122,19 +122,19 @@ class LaneAudit:
         self._left = True
 
     def finish(self) -> None:
-        """The loop has ended: send what the other ranks wait for, if that has not been done. If the group has moved to
-        other ranks meanwhile, nobody waits."""
+        """The loop has ended: send what the other ranks wait for, if that has not happened yet. If the group has moved
+        to other ranks meanwhile, no rank waits."""
         if self._core.group.generation != self._generation:
             self.cancel()
             return
         self.leave()
         for _ in self.rounds:
-            raise AssertionError("nothing can be repeated in a loop that was left")
+            raise AssertionError("a lane cannot be repeated in a loop that was left")
 
-    # ---- what is done, as far as all ranks have come to it
+    # ---- the phases, which all ranks go through
 
     def _run(self) -> Generator[Any]:
-        """Yields the microbatch that the loop is to run now. All ranks go through it to its end."""
+        """Yields the microbatch that the loop must run now. All ranks run it to its end."""
         try:
             blob = self._exchange()
             core, audit = self._core, self.audit
@@ -148,9 +148,9 @@ class LaneAudit:
                 self._conclude(decide(audit, first, again), mine)
             elif len(first) < 2 and core.group.rank == audit.auditor:
                 logger.warning(
-                    "lane %d of step %d was not audited: %s could not run it once more, because its loop over lanes "
+                    "lane %d of step %d was not audited: %s could not repeat it, because its loop over lanes "
                     "ended early, its own microbatches are of another kind, an optimizer has stepped in it, or its "
-                    "backward did not end well",
+                    "backward failed",
                     audit.lane,
                     audit.step,
                     ranks_text([audit.auditor]),
@@ -159,20 +159,20 @@ class LaneAudit:
             self._lanes.keep(-1)
 
     def _repeated(self, blob: torch.Tensor, ranks: Sequence[int]) -> Generator[Any, None, LaneGrads | None]:
-        """Have the lane run once more, if this rank is one of `ranks`. Returns its gradients."""
+        """Repeat the lane, if this rank is one of `ranks`. Returns its gradients."""
         self._result = None
         stepped = self._core.optimizes_in_backward or not self._core.step_state.reductions_since_step
         if self._core.group.rank in ranks and not self._left and not stepped:
             try:
                 microbatch = unpack_exactly(blob, self._core.device, like=self._given)
             except UnknownKind as error:
-                logger.warning("%s: the microbatch cannot be made here: %s", self._what, error)
+                logger.warning("%s: the microbatch cannot be rebuilt here: %s", self._what, error)
             else:
                 yield microbatch
         return self._result
 
     def _exchange(self) -> torch.Tensor:
-        """The microbatch of the owner, on all ranks: any of them may have to run it."""
+        """The microbatch of the owner, on all ranks: any of them may have to run the lane."""
         group, packed = self._core.group, self._packed or _Packed()
         content = packed.failure.encode() or packed.content
         ((size, failed), *_) = gather_ints(group, [len(content), bool(packed.failure)], self._what)[self.audit.owner :]
@@ -186,13 +186,13 @@ class LaneAudit:
         return blob
 
     def _gather(self, grads: LaneGrads | None) -> Digests:
-        """The digests of those that have computed the lane, by rank. All ranks call it."""
+        """The digests of the ranks that have computed the lane. All ranks call it."""
         own = [0, 0] if grads is None else [1, state_digest([piece.flat() for piece in self._pieces(grads)])]
         rows = gather_ints(self._core.group, own, self._what)
         return {rank: digest for rank, (computed, digest) in enumerate(rows) if computed}
 
     def _pieces(self, grads: LaneGrads | None) -> list[Piece]:
-        """The gradients of the lane, a piece for each parameter. Without them, what happens to be in the buckets."""
+        """The gradients of the lane, a piece for each parameter. Without them, arbitrary contents of the buckets."""
         found = []
         for slot in self._core.bucket_set.slots:
             if not slot.owned_elsewhere:
@@ -214,11 +214,11 @@ class LaneAudit:
         sentences.append(f"{verdict.how[0].upper()}{verdict.how[1:]}")
         if verdict.known:
             who = ranks_text(verdict.ranks)
-            sentences.insert(0, f"{who} computes wrong")
+            sentences.insert(0, f"{who} computes wrong results")
             sentences.append(self._about_state(verdict.ranks))
             sentences.append(
                 f"Take the machine of {who} out of the job and test its processor and memory; what was trained since "
-                f"the last audit of {who} that passed may be wrong"
+                f"the last successful audit of {who} may be wrong"
             )
         text = ". ".join(sentences)
         if self._capsules is not None:
@@ -238,18 +238,20 @@ class LaneAudit:
         digests = [digest for (digest,) in gather_ints(self._core.group, [state_digest(params)], self._what)]
         odd = [rank for group in groups_of(digests)[1:] for rank in group]
         if set(odd).isdisjoint(wrong):
-            return "Its parameters are those of the other ranks, so it is the computation that went wrong"
-        return "Its parameters are not those of the other ranks, so it may have computed rightly with wrong values"
+            return "Its parameters equal those of the other ranks, so the computation itself was wrong"
+        return (
+            "Its parameters differ from those of the other ranks, so it may have computed correctly with wrong values"
+        )
 
     def _drop_step(self) -> None:
-        """No rank uses the gradients of this step, and it leaves no other trace."""
+        """Discard this step: no rank uses its gradients, and nothing else of it remains."""
         with self._core.lock, torch.no_grad():
             drop_all(self._core.bucket_set)
             self._core.step_state.discarded()
 
 
 def check_audits(agreement: Agreement | None, lanes: int | None, placement: Placement, group: Group) -> None:
-    """Refuse audits that cannot be made."""
+    """Refuse impossible audits."""
     if agreement is None or not agreement.audit_every:
         return
     if lanes is None:

@@ -1,9 +1,9 @@
-"""Buffers in lanes, such as running statistics: what they become does not depend on the world.
+"""Buffers in lanes, such as running statistics: their values do not depend on the world size.
 
 The rule: every lane of a step begins with the same buffers. Afterwards a buffer that some lane has changed becomes the
-mean of what the lanes have made of it, added up in the order of the tree over lane numbers; if it holds neither real
-nor complex numbers, what lane 0 has made of it. A buffer that appears, disappears, or changes its shape or dtype while
-lanes run is treated as a cache of forward(): it is left alone, and a warning says so.
+mean of its values after each lane, added up in the order of the tree over lane numbers; if it holds neither real
+nor complex numbers, its value after lane 0. A buffer that appears, disappears, or changes its shape or dtype while
+lanes run is treated as a cache of forward(): it is not changed, and a warning is logged.
 """
 
 import logging
@@ -20,13 +20,13 @@ from paceline.reducer.lanes import Lanes
 logger = logging.getLogger("paceline")
 
 _PATTERNS = {4: torch.int32, 8: torch.int64}
-COMPARED_BYTES = 1 << 20  # up to here a buffer is compared by value: kernels of torch change some behind its back
-_NORMS = (nn.modules.batchnorm._NormBase,)  # whose buffers they are: these are compared whatever their size
+COMPARED_BYTES = 1 << 20  # up to here buffers are compared by value: some torch kernels do not count versions
+_NORMS = (nn.modules.batchnorm._NormBase,)  # modules whose buffers those are: these are compared at any size
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A buffer as it was when the step began."""
+    """A buffer at the start of the step."""
 
     value: torch.Tensor
     version: int
@@ -57,19 +57,19 @@ class LaneBuffers:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """With another set of ranks: they have compared their modules, and know nothing of what lanes have done."""
+        """Reset for another set of ranks, which share no history of lanes."""
         self._find_owners()
         # Equal on all ranks.
         self._names = sorted(name for name, buffer in self._present().items() if _is_plain(buffer))
-        self._caches: set[str] = set(self._present()) - set(self._names)  # left alone
-        self._known: set[str] = set()  # to change; agreed by all ranks, so that they need not be compared
-        self._careful = True  # until a whole step was seen, large ones are compared by value too
-        self._unfit: set[str] = set()  # found in this step, and not agreed yet
+        self._caches: set[str] = set(self._present()) - set(self._names)  # not changed
+        self._known: set[str] = set()  # known to change, as agreed by all ranks, so that they need not be compared
+        self._careful = True  # until one full step has run, large ones are compared by value too
+        self._unfit: set[str] = set()  # found in this step, not agreed yet
         self._before: dict[str, _Seen] = {}
-        self._after: dict[str, dict[int, torch.Tensor]] = {}  # by name and lane: what lanes have made of it
+        self._after: dict[str, dict[int, torch.Tensor]] = {}  # by name and lane: the value after the lane
 
     def begin(self) -> None:
-        """A step begins: remember what buffers are now."""
+        """A step begins: remember the buffers."""
         self._find_owners()
         present = self._present()
         self._after.clear()
@@ -81,7 +81,7 @@ class LaneBuffers:
                 self._before[name] = _Seen.now(buffer)
 
     def before(self) -> list[tuple[str, torch.Tensor]]:
-        """What buffers were when the step began."""
+        """The buffers at the start of the step."""
         return [(name, self._before[name].value) for name in self._names if name in self._before]
 
     def __contains__(self, name: str) -> bool:
@@ -89,8 +89,8 @@ class LaneBuffers:
         return name in self._before
 
     def now(self, name: str) -> torch.Tensor:
-        """What one of them was when the step began, of which no lane has run yet. A large one is looked at again: a
-        fault of the memory counts no version."""
+        """The value of a buffer at the start of the step, before any lane ran. A large one is checked again, because a
+        memory fault does not change its version."""
         seen = self._before[name]
         if seen.value.nbytes > COMPARED_BYTES and name not in self._known:
             buffer = self._module.get_buffer(name)
@@ -99,11 +99,11 @@ class LaneBuffers:
         return seen.value
 
     def changing(self) -> list[torch.Tensor]:
-        """Those of them that every step makes anew: what differs there does not stay to be found later."""
+        """The buffers that every step replaces: a difference in these would not remain to be found later."""
         return [value for name, value in self.before() if name in self._known]
 
     def put_back(self) -> None:
-        """What buffers were when the step began has been mended: so are those that no lane changes."""
+        """The saved buffers have been healed: restore those that no lane changes."""
         present = self._present()
         for name in self._names:
             seen = self._before.get(name)
@@ -111,7 +111,7 @@ class LaneBuffers:
                 self._restore(name, present[name])
 
     def lane_ended(self, lane: int) -> None:
-        """Keep what a lane has made of buffers, and put back what was before it."""
+        """Keep the buffers after a lane, and restore those before it."""
         present = self._present()
         changed = []
         for name in self._names:
@@ -121,13 +121,13 @@ class LaneBuffers:
             elif self._changed(name, buffer):
                 self._after.setdefault(name, {})[lane] = buffer.detach().clone()
                 changed.append(name)
-        for name in changed:  # when all are kept: some may share memory
+        for name in changed:  # after keeping all of them, because some may share memory
             self._restore(name, present[name])
         for name in present.keys() - set(self._names) - self._caches:
             self._take_for_cache(name)
 
     def lane_repeated(self) -> None:
-        """A lane of another rank has run here once more: put back what was before it, and keep nothing."""
+        """A lane of another rank was repeated here: restore the buffers before it, and keep nothing."""
         after, unfit = self._after, set(self._unfit)
         self._after = {}
         self.lane_ended(-1)
@@ -155,7 +155,7 @@ class LaneBuffers:
 
     @torch.no_grad()
     def _combine(self, name: str, buffer: torch.Tensor, group: Group) -> None:
-        """Every rank fills in its lanes, and zeros elsewhere; the patterns are then added up as integers, exactly."""
+        """Every rank fills in its lanes, with zeros elsewhere; the patterns are then added up as integers, exactly."""
         mean = buffer.dtype.is_floating_point or buffer.dtype.is_complex
         wide = _wide(buffer.dtype) if mean else torch.int64
         before, made = self._before[name].value, self._after.get(name, {})
@@ -165,9 +165,9 @@ class LaneBuffers:
         if group.size > 1:
             real = torch.view_as_real(rows) if wide.is_complex else rows
             work = group.transport.all_reduce(real.view(-1).view(_PATTERNS[real.itemsize]), Op.SUM)
-            group.wait(work, f"what lanes have made of {name}")
+            group.wait(work, f"the values of {name} after each lane")
         result = rows[0]
-        if mean:  # where all lanes agree, the mean could still be rounded
+        if mean:  # if all lanes agree, the mean could still be rounded
             result = torch.where((rows == rows[0]).all(0), rows[0], tree_sum(list(rows)) / self._lanes.count)
         buffer.copy_(result.view(buffer.shape))
 
@@ -176,7 +176,7 @@ class LaneBuffers:
         seen = self._before[name]
         if buffer.data_ptr() == seen.address:
             buffer.copy_(seen.value)
-        else:  # forward has put another tensor there, whose memory may be that of its input, or of a parameter
+        else:  # forward has replaced the tensor, perhaps by its input or a parameter
             buffer = seen.value.clone()
             owner, _, own_name = name.rpartition(".")
             setattr(self._module.get_submodule(owner), own_name, buffer)
@@ -201,11 +201,11 @@ class LaneBuffers:
         )
 
     def compared(self) -> "list[tuple[str, _ComparedBuffer]]":
-        """What is compared between ranks: the buffers as the step has found them."""
+        """The tensors compared between ranks: the buffers at the start of the step."""
         return [(name, _ComparedBuffer(self, name, was)) for name, was in self.before()]
 
     def _find_owners(self) -> None:
-        """Once a step: to walk over all modules after every lane would cost more than what is found there."""
+        """Once a step, because walking over all modules after every lane costs too much."""
         self._owners = list(self._module.named_modules())
 
     def _present(self) -> dict[str, torch.Tensor]:
@@ -223,7 +223,7 @@ class LaneBuffers:
 
 
 class _ComparedBuffer:
-    """A buffer as it was when the step began. When its first piece is compared, it is looked at as a whole."""
+    """A buffer at the start of the step. When its first piece is compared, all of it is read."""
 
     def __init__(self, buffers: LaneBuffers, name: str, value: torch.Tensor) -> None:
         self._buffers = buffers
@@ -237,17 +237,17 @@ class _ComparedBuffer:
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
-    """Whether every element has memory of its own, to be written to."""
+    """Whether every element has its own memory and can be written to."""
     return buffer.layout is torch.strided and all(
         s != 0 or n <= 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)
     )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which a mean is made. torch promotes none of the types with 8 bits."""
+    """The dtype in which a mean is computed. torch does not promote 8-bit types."""
     return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit: also where something is not a number."""
+    """Equal bit for bit, including NaN."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -1,8 +1,8 @@
 """The lanes of a replica, as the user's loop runs them: `for batch in model.lanes(microbatches, step)`.
 
-A loop may be left at any time: by an error, by break, or because zip() has ended with its other part. A generator hears
-of that when nobody holds it any more, which may be as late as the end of the process. So whoever comes first, it or the
-next step, brings the loop to its end (`LaneLoop._leave`), and nothing is done when Python itself ends.
+A loop may be left at any time: by an error, by break, or because zip() has ended with its other iterable. A generator
+is only closed when it is released, which may be as late as the end of the process. So either that or the next step,
+whichever comes first, ends the loop (`LaneLoop._leave`), and nothing is done when Python itself exits.
 """
 
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger("paceline")
 Microbatch = TypeVar("Microbatch")
 
 NO_GRADIENTS = (
-    "the gradients of step %d were gone when its loop over lanes ended, and no optimizer had used them: call "
+    "the gradients of step %d were dropped before its loop over lanes ended, and no optimizer had used them: call "
     "optimizer.zero_grad() after optimizer.step(), outside the loop"
 )
 SAME_STEP = (
@@ -43,12 +43,12 @@ SAME_STEP = (
 
 @dataclass(slots=True)
 class _Loop:
-    """A loop that was begun and has not come to its end."""
+    """A loop that has begun and not ended."""
 
     step: int
     kept: Kept
     audit: LaneAudit | None
-    lane: int = -1  # the one that runs, of this rank's own
+    lane: int = -1  # the current one of this rank's lanes
 
 
 class LaneLoop:
@@ -76,16 +76,16 @@ class LaneLoop:
         self._audits = audits
         self.buffers = buffers
         self._loop: _Loop | None = None
-        self._last: int | None = None  # the step that was made last
+        self._last: int | None = None  # the last step
         self._warned: set[str] = set()
 
     def run(self, microbatches: Iterable[Microbatch], step: int) -> Iterator[Microbatch]:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UsageError(
                 "a step of lanes cannot go into a CUDA graph: its random numbers are seeded, and its gradients "
-                "exchanged, from the host; capture a replica without lanes, or run lanes outside of the capture"
+                "exchanged, from the host; capture a replica without lanes, or run lanes outside the capture"
             )
-        self._leave(waits=True)  # the loop before this one, if it has not come to its end
+        self._leave(waits=True)  # the previous loop, if it has not ended
         stale = self._batch_share.begin_step()
         try:
             given = list(microbatches)
@@ -117,11 +117,11 @@ class LaneLoop:
 
     @property
     def repeats(self) -> bool:
-        """Whether the lane that runs is one of another rank, run once more for an audit."""
+        """Whether the current lane belongs to another rank and is repeated for an audit."""
         return self._loop is not None and self._loop.audit is not None and self._loop.audit.repeating
 
     def _audit(self, loop: _Loop, audit: LaneAudit) -> Iterator[Any]:
-        """This rank's lanes have run, and the step is reduced: compare one of the step, and run it once more if it is
+        """This rank's lanes have run, and the step is reduced: compare one lane of the step, and repeat it if it is
         this rank's turn to do so."""
         for microbatch in audit.rounds:
             loop.kept.seed(mixed(self._seed, loop.step, audit.audit.lane))
@@ -132,7 +132,7 @@ class LaneLoop:
             self.buffers.lane_repeated()
 
     def begin_anew(self) -> None:
-        """With another set of ranks, whose reducer has given up what was under way. They may redo its step."""
+        """Reset for another set of ranks, whose reducer has dropped the current step. They may repeat it."""
         self._leave(waits=False)
         if self._loop is not None and self._loop.audit is not None:
             self._loop.audit.cancel()
@@ -157,11 +157,11 @@ class LaneLoop:
             raise UsageError(
                 f"rank {transport.rank} of {transport.size} runs {len(lanes.mine)} of {lanes.count} lanes "
                 f"({listed(lanes.mine)}) and needs a microbatch for each of them, got {given}; "
-                f"paceline.Loader(..., lanes={lanes.count}) deals them out"
+                f"paceline.Loader(..., lanes={lanes.count}) distributes them"
             )
 
     def _owe(self, step: int) -> None:
-        """The step cannot begin here, but the other ranks may run it: they are told as of any loop that was left."""
+        """The step cannot begin here, but other ranks may run it: inform them as for any loop that was left."""
         self._batch_share.owe(step)
         if self._capsules is not None:
             self._capsules.note_lanes((), step)
@@ -187,7 +187,7 @@ class LaneLoop:
         loop.lane = -1
 
     def _end_step(self, loop: _Loop) -> None:
-        """All lanes have run here, and so they have on all other ranks if the gradients are there."""
+        """All lanes have run here, and on all other ranks too if there are gradients."""
         self._loop = None
         loop.kept.put_back()
         core = self._core
@@ -206,7 +206,7 @@ class LaneLoop:
     # ---- a loop that was left
 
     def _hear_of_leaving(self, *, waits: bool) -> None:
-        """An error here would come from a destructor, where nobody can catch it."""
+        """An error here would be raised in a destructor, where it cannot be caught."""
         if self._capsules is not None:
             self._capsules.on_lane_left()
         try:
@@ -215,13 +215,13 @@ class LaneLoop:
             logger.warning("the loop over the lanes of step %d could not be ended: %s", self._lanes.step, error)
 
     def _leave(self, *, waits: bool) -> None:
-        """Bring the loop that was begun last to its end, if nobody has. Without `waits` no other rank is waited for:
-        then buffers that the others exchange after a step that was whole are owed until the next step begins."""
+        """End the most recent loop, if it has not ended. Without `waits`, do not wait for other ranks:
+        then buffers that the others exchange after a complete step are owed until the next step begins."""
         loop = self._loop
         if loop is None:
             return
         if loop.lane >= 0:
-            self.buffers.lane_ended(loop.lane)  # so they are again what the step has found
+            self.buffers.lane_ended(loop.lane)  # restores them to the start of the step
             loop.lane = -1
         if loop.audit is not None:
             if loop.audit.repeating:
@@ -232,14 +232,14 @@ class LaneLoop:
             self._end_step(loop)
 
     def _warn(self, text: str, step: int) -> None:
-        """Once, by one rank."""
+        """Warn once, on one rank."""
         if text not in self._warned and self._core.transport.rank == 0:
             self._warned.add(text)
             logger.warning(text, step)
 
 
 def step_of(step: object) -> int:
-    """The number of a step, as the user gave it."""
+    """The user's number of a step, checked."""
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:

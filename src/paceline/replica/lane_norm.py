@@ -15,10 +15,10 @@ NARROW = 16
 def norm_in_lanes(
     grads: Mapping[int, torch.Tensor], ownership: Ownership, norm_type: float, group: Group, device: torch.device
 ) -> torch.Tensor:
-    """The norm of all gradients, of which `grads` has this rank's flat blocks, by parameter. All ranks call it.
+    """The norm of all gradients, `grads` holds this rank's flat blocks of them, by parameter. All ranks call it.
 
-    Blocks are made of leaves of `BLOCK_ELEMENTS`. Whoever has a leaf adds it up in one order, and then all ranks add up
-    all leaves in one order: those of other ranks are 0 here, and adding 0 changes nothing.
+    Blocks are made of leaves of `BLOCK_ELEMENTS`. The rank that holds a leaf adds it up in a fixed order, and then all
+    ranks add up all leaves in one order: those of other ranks are 0 here, and adding 0 changes nothing.
     """
     counts = [-(-cuts[-1] // BLOCK_ELEMENTS) for cuts in ownership.cuts]
     leaves = torch.zeros(sum(counts), dtype=torch.float64, device=device)
@@ -39,10 +39,10 @@ def norm_in_lanes(
 
 
 class _Piece(NamedTuple):
-    """Consecutive elements of one gradient, from the begin of a leaf on."""
+    """Consecutive elements of one gradient, starting at a leaf."""
 
     elements: torch.Tensor
-    sums: torch.Tensor  # where those of its leaves go
+    sums: torch.Tensor  # where the sums of its leaves go
 
 
 def _leaves_of(flat: torch.Tensor) -> int:
@@ -50,7 +50,7 @@ def _leaves_of(flat: torch.Tensor) -> int:
 
 
 def _together(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces that are added up together: a few kernels for many parameters."""
+    """Groups of pieces that are added up together, so that a few kernels serve many parameters."""
     some: list[_Piece] = []
     for piece in pieces:
         if some and sum(len(other.sums) for other in some) + len(piece.sums) > PIECE_LEAVES:
@@ -62,7 +62,7 @@ def _together(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _leaf_sums(pieces: Sequence[_Piece], norm_type: float, device: torch.device) -> Sequence[torch.Tensor]:
-    """Halves are added until one number is left: the order inside torch's own sum may depend on how many there are."""
+    """Add halves until one number is left, because the order in torch's own sum may depend on their count."""
     counts = [len(piece.sums) for piece in pieces]
     rows = torch.zeros(sum(counts), BLOCK_ELEMENTS, device=device)
     flats = [piece.elements for piece in pieces]
@@ -71,7 +71,7 @@ def _leaf_sums(pieces: Sequence[_Piece], norm_type: float, device: torch.device)
     sums = rows.mul_(rows) if norm_type == 2.0 else rows.abs_().pow_(norm_type)
     while (half := sums.shape[1] // 2) >= NARROW:
         sums = sums[:, :half] + sums[:, half:]
-    sums = sums.t().contiguous()  # short rows are added slowly, long ones of what is left are not
+    sums = sums.t().contiguous()  # short rows are slow to add
     while (half := len(sums) // 2) > 0:
         sums = sums[:half] + sums[half:]
     found: Sequence[torch.Tensor] = sums[0].split(counts)

@@ -1,4 +1,4 @@
-"""The replicas of this process, oldest first. Each has a step guard, and those are listed."""
+"""The replicas of this process, oldest first. They are found through their step guards."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`_get_ddp_logging_data()` as torch's class has it, computed from our settings and trace."""
+"""`_get_ddp_logging_data()` like that of torch's class, computed from paceline's settings and trace."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ class TorchLogger:
         self.sample_at = self._next_sample(max(0, self.iteration - 1))
 
     def sample(self, trace: Trace) -> None:
-        """An iteration begins at `sample_at`: note the times of the one before, as often as torch would."""
+        """An iteration begins at `sample_at`: record the times of the previous one, as often as torch would."""
         times = _times(trace.stamps())
         self._samples += 1
         for name in ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap"):
@@ -133,7 +133,7 @@ def _times(stamps: list[Stamp]) -> dict[str, int]:
         return {}
     begin, end = at[Moment.BACKWARD_BEGIN][0], at[Moment.BACKWARD_END][0]
     comm_begin, comm_end = at[Moment.LAUNCHED][0], at[Moment.WAIT_LEFT][-1]
-    forward_begin = forward_begin or begin  # not known of a step with more microbatches than the trace holds
+    forward_begin = forward_begin or begin  # unknown for a step with more microbatches than the trace holds
     return {
         "forward_compute_time": begin - forward_begin,
         "backward_compute_time": end - begin,

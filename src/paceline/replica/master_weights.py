@@ -1,13 +1,13 @@
-"""Master weights around an update: a few kernels for all of them, whatever the number of parameters, and no host waits.
+"""Master weights around an update: a few kernels, whatever the number of parameters, and the host never waits.
 
-    before   masters take what somebody has changed ─ gradients are widened
-    after    blocks of parameters take what the masters have become
+    before   masters take changes of the user ─ gradients are widened
+    after    blocks of parameters take the masters' new values
 
 Note: why parameters are compared with their masters in every update
 --------------------------------------------------------------------
-Whether somebody has changed a parameter since the last update cannot be told from its version counter: what is done
-to `param.data`, as by `param.data.clamp_()`, is not counted. So the values are compared, and the device decides by
-itself what a master takes from its parameter.
+A version counter does not tell whether a parameter was changed since the last update: changes made through
+`param.data`, as by `param.data.clamp_()`, are not counted. So the values are compared, and the device decides which
+values a master takes from its parameter.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ import torch
 
 from paceline.reducer.shard import Shard
 
-# Elements that are compared at a time: what bounds the temporaries, of 9 bytes each for bfloat16. On a host they are to
+# Elements compared at a time. This bounds the temporaries, 9 bytes per element for bfloat16. On a host they should
 # stay in the cache.
 AT_A_TIME, AT_A_TIME_ON_HOST = 1 << 22, 1 << 18
 
@@ -24,8 +24,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # equal stretches of a block and of it
 
 
 def take_changes(shards: Sequence[Shard]) -> None:
-    """Where a parameter is not what its master was rounded to, somebody has changed it, as by clamping it or by loading
-    other weights: the master takes that value."""
+    """If a parameter is not its rounded master, it was changed, for instance by clamping it or by loading other
+    weights: the master takes that value."""
     for pairs in _windows(shards):
         if len(pairs) == 1:
             _take(*pairs[0])
@@ -44,7 +44,7 @@ def _take(block: torch.Tensor, master: torch.Tensor) -> None:
 
 
 def widened(grads: Sequence[torch.Tensor | None], shards: Sequence[Shard]) -> list[torch.Tensor | None]:
-    """Gradients in the types of the masters that they belong to."""
+    """Gradients in the types of their masters."""
     found = [
         None if grad is None else torch.empty_like(grad, dtype=shard.value.dtype)
         for grad, shard in zip(grads, shards, strict=True)
@@ -54,8 +54,8 @@ def widened(grads: Sequence[torch.Tensor | None], shards: Sequence[Shard]) -> li
 
 
 def store_values(shards: Iterable[Shard]) -> None:
-    """Have in the blocks what an optimizer has made of them: of the masters, or of values that were given other memory,
-    as by `param.data = ...`."""
+    """Store an optimizer's results in the blocks: those of masters, or of values whose memory was replaced, as by
+    `param.data = ...`."""
     moved: list[Shard] = []
     pairs: list[Pair] = []
     for shard in shards:
@@ -70,7 +70,7 @@ def store_values(shards: Iterable[Shard]) -> None:
 
 
 def _copy(pairs: Iterable[Pair]) -> None:
-    """Copy the second ones into the first ones, by one call for each combination of types."""
+    """Copy the second of each pair into the first, with one call for each combination of types."""
     by_kind: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for to, given in pairs:
         found = by_kind.setdefault((to.device, to.dtype, given.dtype), ([], []))
@@ -81,8 +81,8 @@ def _copy(pairs: Iterable[Pair]) -> None:
 
 
 def _windows(shards: Iterable[Shard]) -> Iterator[list[Pair]]:
-    """The blocks and their masters in groups of one kind, of which each has no more elements than are compared at a
-    time; a block that has more is cut."""
+    """The blocks and their masters in groups of one kind, each with at most as many elements as are compared at a
+    time; larger blocks are cut."""
     groups: dict[object, list[Pair]] = {}
     sizes: dict[object, int] = {}
     for shard in shards:

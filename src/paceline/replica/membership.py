@@ -1,15 +1,15 @@
-"""Which ranks a replica works with: it joins a group, moves to another, and outlives one that is gone.
+"""Which ranks a replica works with: joining a group, moving to another, and surviving the end of one.
 
-All ranks must hold it still. A rank whose process was replaced does not: there the model is made anew, on all ranks. In
-an elastic job that is what `paceline.Elastic` is for: it has replicas enter each generation, and gives those of new
-ranks their state.
+All ranks must still hold the replica. A rank whose process was replaced does not: then the model must be built again on
+all ranks. In an elastic job `paceline.Elastic` takes care of that: it moves replicas to each generation, and gives new
+ranks the state.
 
 What an interrupt leaves behind
 -------------------------------
-Ranks that are stopped at any time stand in different places: one in the reduction of a step, the next one still in its
-forward, in the middle of the optimizer's update, or already past it. Gradients that were under way are dropped on all
-of them. Where they differ, all take everything from one rank that is between two updates, of those that have made the
-most, and a line says so: see `start_equal.resume_from_one_rank`.
+Ranks that are stopped at arbitrary times are at different points: one in the reduction of a step, another still in its
+forward, in the middle of the optimizer's update, or already past it. Gradients in flight are dropped on all of them. If
+their states differ, all take everything from one rank between two updates, among those with the most updates, and a
+message is logged: see `start_equal.resume_from_one_rank`.
 """
 
 import weakref
@@ -37,10 +37,10 @@ from paceline.strategies.comm_hook import CommHook
 
 
 def outlive_group() -> int:
-    """To be called by all ranks when the default group was destroyed and formed anew: replicas that were in the old one
-    rejoin, each in its next forward. Returns how many there are."""
+    """All ranks call it after the default group was destroyed and formed again: replicas of the old one rejoin, each in
+    its next forward. Returns their number."""
     alive = dist.distributed_c10d._world.pg_map
-    # One that worked with some of the ranks only stays without a group: those of the default one are others.
+    # A replica over some of the ranks stays without a group: the new default group has other ranks.
     mine = [one for one in all_replicas() if one._in_default_group and one.process_group not in alive]
     for replica in mine:
         replica._group_is_gone = True
@@ -53,7 +53,7 @@ def join(
     """A group of the replica's own, over the ranks of `process_group`. All of them call it."""
     default = process_group is None and device_mesh is None
     if isinstance(transport, str) and default and in_elastic_job() and not dist.is_initialized():
-        # Its first generation is formed later, and not by all ranks in this line: see `enter_generation`.
+        # Its first generation is formed later, and elsewhere: see `enter_generation`.
         replica.process_group, replica._in_default_group, replica._group_is_gone = None, True, True
         replica._in_generations = True
         found: Transport = LocalTransport()
@@ -69,7 +69,7 @@ def join(
 
 
 def users_transport(replica: Any, process_group: Any = None, device_mesh: Any = None) -> Transport:
-    """The group that the user has, as a transport."""
+    """The user's group as a transport."""
     replica.process_group = arguments.choose_group(process_group, device_mesh)
     replica._in_default_group = replica.process_group is dist.group.WORLD
     if device_mesh is not None:
@@ -78,14 +78,14 @@ def users_transport(replica: Any, process_group: Any = None, device_mesh: Any = 
             from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
             _pre_dp_module_transform(replica.module)
-    # A group defined in Python may do something even for one rank, so it is always asked.
+    # A group defined in Python may have effects even for one rank, so it is always called.
     stock = type(replica.process_group) is dist.ProcessGroup
     alone = replica._transport_choice == "local" or (stock and replica.process_group.size() == 1)
     return LocalTransport() if alone else TorchDistTransport(replica.process_group)
 
 
 def _own_transport(replica: Any, shared: Transport, timeout_s: float | None) -> Transport:
-    """A transport over the same ranks that the collectives of this replica alone go over."""
+    """A transport over the same ranks for the collectives of this replica only."""
     if not isinstance(shared, TorchDistTransport):
         return shared.dup(timeout_s)
     devices = _devices_of(replica)
@@ -95,15 +95,15 @@ def _own_transport(replica: Any, shared: Transport, timeout_s: float | None) -> 
 
 
 def _devices_of(replica: Any) -> set[torch.device]:
-    """Where the parameters are, or will be."""
+    """The devices of the parameters, now or later."""
     return {replica._start_device if param.is_meta else param.device for param in replica.module.parameters()}
 
 
 def form_shard_groups(replica: Any) -> ShardGroups | None:
-    """The groups of a replica whose shards are over some of its ranks. None: over all of them, or it has none. All
-    ranks call it."""
+    """The groups of a replica whose shards are over some of its ranks. None if they are over all ranks, or if it has
+    none. All ranks call it."""
     if replica._group_is_gone:
-        return None  # until the first generation it is alone
+        return None  # it is alone until the first generation
     size = shard_size(replica._shard, replica._group.size, replica._copies)
     if not replica._placement.shards_optimizer or size == replica._group.size:
         return None
@@ -121,13 +121,13 @@ def form_shard_groups(replica: Any) -> ShardGroups | None:
 
 
 def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:
-    """Go on over the ranks of another process group; None: of the default one. All of them call it. Nothing that was
-    known of the ranks before is known of them. `compares`: whether their models are alike has to be found out."""
+    """Continue with the ranks of another process group; None: the default one. All of them call it. Nothing that was
+    known about the previous ranks applies to them. `compares`: check whether their models are equal."""
     group, core = replica._group, replica._core
     group.move(_own_transport(replica, users_transport(replica, process_group), group.timeout_s))
     if compares:
         start_equal.check_same_model(replica, "broadcast")
-    if replica._built_alone != group.single:  # what a replica is made of depends on whether there are others
+    if replica._built_alone != group.single:  # the parts of a replica depend on whether there are other ranks
         _build_anew(replica)
         return
     core.follow_group(reduction_of(replica) if core.batch.has_lanes else core.schedule.reduction)
@@ -137,7 +137,7 @@ def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:
 
 
 def _build_anew(replica: Any) -> None:
-    """Make the parts of a replica for the group that it has now. What its user has set goes on to hold."""
+    """Rebuild the parts of a replica for its current group. The user's settings are kept."""
     before, owned = replica._core, replica._owned
     forget_other_ranks(before.schedule.reduction)
     replica._closing()
@@ -151,7 +151,7 @@ def _build_anew(replica: Any) -> None:
 
 
 def discard(replica: Any) -> None:
-    """Drop what is under way: a backward, its gradients, and a loop over lanes, which puts its buffers back."""
+    """Drop everything in progress: a backward, its gradients, and a loop over lanes, whose buffers are restored."""
     discard_in_flight(replica._core)
     if replica._lane_loop is not None:
         replica._lane_loop.begin_anew()
@@ -160,9 +160,9 @@ def discard(replica: Any) -> None:
 
 
 def enter_generation(replica: Any) -> None:
-    """Go on over the default group, of which this rank has just become a member. All members call it. Their models are
-    alike then; that they hold the same values is up to the caller. A replica in shards can be used again when it has
-    taken up its cut, which may be another one in this generation: see `take_up_cut`."""
+    """Continue with the default group, which this rank has just joined. All members call it. Their models are
+    then alike; equal values are up to the caller. A sharded replica can be used again after it has taken up its cut,
+    which may be a new one in this generation: see `take_up_cut`."""
     discard(replica)
     if replica._placement.shards_optimizer:
         _move_in_shards(replica)
@@ -172,7 +172,7 @@ def enter_generation(replica: Any) -> None:
 
 
 def _move_in_shards(replica: Any) -> None:
-    """Have the groups of this generation. What this rank owns is as it was."""
+    """Form the groups of this generation. This rank still owns the same blocks."""
     group = replica._group
     group.move(_own_transport(replica, users_transport(replica), group.timeout_s))
     start_equal.check_same_model(replica, "broadcast")
@@ -185,15 +185,15 @@ def _move_in_shards(replica: Any) -> None:
 
 
 def take_up_cut(replica: Any) -> None:
-    """Own what the rank of this generation owns, and make the parts of the replica for that. Where it has not owned
-    that before, others have to put it there: see `OwnedBlocks.cut_anew`. No other rank is asked for anything."""
-    if replica._in_generations:  # elsewhere it never changes
+    """Own the blocks of this generation's rank, and rebuild the parts of the replica for them. Values of blocks not
+    owned before must come from other ranks: see `OwnedBlocks.cut_anew`. No communication."""
+    if replica._in_generations:  # outside elastic jobs it never changes
         replica._owned.cut_anew()
         _build_anew(replica)
 
 
 def rejoin(replica: Any) -> None:
-    """Go on over the default group. Every rank that holds the replica must call it, as it does the constructor."""
+    """Continue with the default group. Every rank that holds the replica must call it, as it does the constructor."""
     replica._refuse_in_shards("continuing in a new process group")
     discard(replica)
     move(replica, compares=True)
@@ -204,7 +204,7 @@ def rejoin(replica: Any) -> None:
             loop.buffers.put_back()
     else:
         start_equal.make_equal(replica, "broadcast", with_buffers=True)
-    replica._group_is_gone = False  # not before: who fails on the way, or is stopped again, tries again
+    replica._group_is_gone = False  # only now: if rejoining fails or is interrupted, it is tried again
 
 
 def join_later(replica: Any) -> None:

@@ -1,7 +1,7 @@
 """torch's `mixed_precision=` argument: compute in a narrow type, keep parameters and gradients wide.
 
 The narrow copies stand in for the parameters from forward to the end of backward. Gradients come narrow and are added
-into wide buckets; `reduce_dtype` says in which type they travel.
+into wide buckets; `reduce_dtype` sets the type in which they are sent.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class NarrowParameters:
         self._wide: list[torch.Tensor] | None = None
 
     def wide(self) -> list[torch.Tensor]:
-        """The parameters themselves, also while narrow copies stand in for them."""
+        """The parameters themselves, even while narrow copies stand in for them."""
         return [p.data for p in self._params] if self._wide is None else self._wide
 
     def narrow(self) -> None:
@@ -42,7 +42,7 @@ class NarrowParameters:
                     param.data = param.data.to(self._dtype)
 
     def widen_before_state_is_read(self, module: nn.Module) -> list[RemovableHandle]:
-        """A forward may have been without a backward: what is saved, or loaded over, is the wide parameters."""
+        """A forward may have had no backward: make sure that the wide parameters are saved or loaded."""
         return [
             module.register_state_dict_pre_hook(self._before_state),
             module.register_load_state_dict_pre_hook(self._before_state),
@@ -52,7 +52,7 @@ class NarrowParameters:
         self.widen()
 
     def widen(self) -> None:
-        """After the last gradient, or when no backward will come."""
+        """After the last gradient, or when no backward will follow."""
         if self._wide is not None:
             for param, wide in zip(self._params, self._wide, strict=True):
                 param.data = wide

@@ -1,4 +1,4 @@
-"""What is hooked to modules of the user, so that parameters are there when their module runs."""
+"""Hooks on the user's modules, which make parameters available when their module runs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ModuleHook:
-    """Calls a function with some arguments. A copy of it, as in a copy of the module that has it, does nothing."""
+    """Calls a function with some arguments. A copy of it, as in a copy of its module, does nothing."""
 
     def __init__(self, function: Callable[..., None], *first: Any) -> None:
         self._call = partial(function, *first)

@@ -22,8 +22,8 @@ COMPARED_PER_ROUND = 8  # comparisons on a device within `state_every` steps
 class ReplicaMonitor:
     """Carries out an `Agreement` for one replica.
 
-    When a step begins, the digest of a part of the state is started; it goes into the step report, and when the reports
-    of all ranks are there, all of them decide the same.
+    When a step begins, the digest of a part of the state is started; it is sent in the step report, and when the
+    reports of all ranks have arrived, all of them decide alike.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class ReplicaMonitor:
         bad_in: Callable[[int], list[str]],
         on_finding: Callable[[Kind, str, Sequence[int], bool], None] | None,
     ) -> None:
-        """`adds`: how many gradients are added up, if more than one of each rank. `only_adds`: whether the reduction
-        does nothing else. `bad_in`: whose gradients of a reduction a gate has found not to be finite. `on_finding` is
-        called with the kind, the text, the ranks, and whether it is about the step before the one that runs."""
+        """`adds`: how many gradients are added up, if more than one per rank. `only_adds`: whether the reduction
+        does nothing else. `bad_in`: the non-finite gradients that a gate has found in a reduction. `on_finding` is
+        called with the kind, the text, the ranks, and whether it concerns the previous step."""
         agreement.check_trust(group.size)
         self.agreement = agreement
         self.group = group
@@ -84,7 +84,7 @@ class ReplicaMonitor:
         changing = [] if state.buffers is None or compared is not state else state.buffers.changing()
         try:
             parts = [piece.flat() for n in range(first, first + together) for piece in compared.rotation.part(n)]
-        except StateReplaced:  # an optimizer was released: its part is compared after the state was listed again
+        except StateReplaced:  # an optimizer was released: the state is listed again before its part is compared
             return
         self._digest = start_digest([*parts, *changing])
 
@@ -104,7 +104,7 @@ class ReplicaMonitor:
         if digest is not None:
             state = digest.value() if not on_device else digest.on_device()
         found: int | torch.Tensor = 0
-        if self.looks_at_sums and on_device:  # there sums are looked at before the update: replica/gate.py
+        if self.looks_at_sums and on_device:  # there sums are checked before the update: replica/gate.py
             found = self._finite.taken_on_device()
         elif self.looks_at_sums:
             self._finite.look_at_sums(sums, only_added=self._only_adds())
@@ -122,22 +122,22 @@ class ReplicaMonitor:
         return decision if error is None else Decision(decision.drops_gradients, error)
 
     def begin_anew(self) -> None:
-        """The group has moved to ranks that have compared nothing yet."""
+        """The group has moved to ranks that have not compared anything yet."""
         self.state.stale = True
         self._compared = self.non_finite.in_a_row = 0
         self._digest, self._finite = None, FiniteCheck(max(self.group.size, self._adds))
 
-    # ---- what was found
+    # ---- findings
 
     def _resolve_drift(self, *, late: bool) -> Exception | None:
-        states = self.state.by_group(self.group)  # all of it: a weight that drifted has often taken its moments along
+        states = self.state.by_group(self.group)  # all of it: if a weight has drifted, so have its moments, often
         error, healed = resolve_drift(states, self.group, self.agreement, self._step, self._report, late=late)
         if healed and self.state.buffers is not None:
             self.state.buffers.put_back()
         return error
 
     def _report(self, kind: Kind, text: str, ranks: Sequence[int], late: bool) -> bool:
-        """Have a capsule written. Returns False if none is kept."""
+        """Write a capsule. Returns False if none is kept."""
         if self.on_finding is not None:
             self.on_finding(kind, text, ranks, late)
         return self.on_finding is not None

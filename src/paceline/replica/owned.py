@@ -1,6 +1,6 @@
-"""What one rank owns of a model under a placement: its blocks of the parameters, which it updates.
+"""The blocks of a model's parameters that one rank owns and updates under a placement.
 
-Those of the others come to it after every update: see `update_gathers.py`, and `units.py` under "zero3".
+It receives those of the other ranks after every update: see `update_gathers.py`, and `units.py` under "zero3".
 """
 
 import math
@@ -26,22 +26,22 @@ from paceline.replica.units import Units
 from paceline.replica.update_gather import UpdateGather
 from paceline.replica.update_gathers import UpdateGathers
 
-# Of parameters that are gathered at a time. Where ranks share memory it is little that waits for the others to read it.
+# Of parameters gathered at a time. With shared memory, this bounds the data that waits for the others to read it.
 PIECE_BYTES, PIECE_BYTES_ON_HOST = 16 * MIB, 4 * MIB
 
 
 class OwnedBlocks:
-    """This rank's blocks of the parameters of one replica, and how it gets those of the others."""
+    """This rank's blocks of the parameters of one replica, and how it receives those of the others."""
 
     def __init__(self, params: Sequence[nn.Parameter], metas: Sequence[ParamMeta], group: Group, *, cut: bool) -> None:
-        """`cut`: every rank owns a block of each parameter. Else it owns all of them, as the others do too."""
+        """`cut`: every rank owns a block of each parameter. Otherwise every rank owns all of them."""
         for meta in metas if cut else ():
             _check_can_be_cut(meta)
         self.cut = cut
         self.metas = metas
         self.ownership: Ownership = cut_parameters(metas, group.size if cut else 1)
-        self.position = group.rank if cut else 0  # of this rank among those that have all shards between them
-        self.lacking = False  # ranks were lost before the parameters had what these have made of them
+        self.position = group.rank if cut else 0  # of this rank among those that hold all shards between them
+        self.lacking = False  # ranks were lost before their updates had reached the parameters
         self.shards = [
             Shard(meta.name, param, self.ownership.block(index, group.rank if cut else 0))
             for index, (meta, param) in enumerate(zip(metas, params, strict=True))
@@ -54,14 +54,14 @@ class OwnedBlocks:
         layout = plan_layout(metas, range(len(metas)), caps)
         together = [[slot.param for slot in bucket.slots if slot.numel] for bucket in layout.buckets]
         self._together = [some for some in together if some]
-        self.gathers: UpdateGathers | None = None  # where all ranks have the parameters as a whole
+        self.gathers: UpdateGathers | None = None  # if all ranks hold whole parameters
         self._units: Units | None = None
-        self.optimizers: WeakSet[Optimizer] = WeakSet()  # that update blocks
-        self._addresses: list[int] = []  # of the parameters, when the gathers were made
+        self.optimizers: WeakSet[Optimizer] = WeakSet()  # optimizers that update blocks
+        self._addresses: list[int] = []  # of the parameters, when the gathers were created
 
     @property
     def units(self) -> Units | None:
-        """Where parameters are in shards too: what gathers them."""
+        """The units that gather the parameters, if these are sharded."""
         return self._units
 
     @units.setter
@@ -69,10 +69,10 @@ class OwnedBlocks:
         self._units = units
         self._by_id.update((id(shard.front), shard) for shard in self.shards)
 
-    # ---- in a job that outlives its ranks
+    # ---- in an elastic job
 
     def outlive(self) -> None:
-        """Ranks may be lost without the training: see `UpdateGathers.outlive`."""
+        """Training survives the loss of ranks: see `UpdateGathers.outlive`."""
         if self._units is not None:
             self._units.outlive()
         if self.gathers is not None:
@@ -80,22 +80,22 @@ class OwnedBlocks:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Into how many shards the parameters are cut, and which of them this rank owns."""
+        """The number of shards of the parameters, and the one that this rank owns."""
         return self.ownership.ranks, self.position
 
     @property
     def due(self) -> tuple[int, int]:
-        """The same, as it is to be in the group that this rank has now."""
+        """The same, as it should be in this rank's current group."""
         return self._group.size, self._group.rank
 
     def due_spans(self) -> dict[int, Span]:
-        """Which elements of a parameter this rank is to own, by the id of its shard."""
+        """The elements of each parameter that this rank will own, by the id of its shard."""
         ranks, position = self.due
         ours = cut_parameters(self.metas, ranks)
         return {id(shard): ours.block(index, position) for index, shard in enumerate(self.shards)}
 
     def sources_of_due(self, ranks: int) -> set[int]:
-        """Which shards of a cut over `ranks` have something of what this rank is to own."""
+        """The shards of a cut over `ranks` that overlap with what this rank will own."""
         theirs, ours = cut_parameters(self.metas, ranks), cut_parameters(self.metas, self._group.size)
         spans = [(index, *ours.block(index, self._group.rank)) for index in range(len(self.metas))]
         return {
@@ -107,7 +107,7 @@ class OwnedBlocks:
         }
 
     def discard(self) -> None:
-        """Drop gradients, and what is under way with other ranks: the group is gone."""
+        """Drop gradients and communication in progress: the group has ended."""
         for shard in self.shards if self.cut else ():
             shard.drop()
         if self._units is not None:
@@ -116,7 +116,7 @@ class OwnedBlocks:
             self.lacking |= self.gathers.move(self._group)
 
     def move(self, group: Group) -> None:
-        """Go on with other ranks. What this one owns stays what it is until `cut_anew`."""
+        """Continue with other ranks. This rank's blocks stay the same until `cut_anew`."""
         self._group = group
         if self.gathers is not None:
             self.lacking |= self.gathers.move(group)
@@ -125,39 +125,39 @@ class OwnedBlocks:
             self._units.move(own.connect() if isinstance(own, TorchDistTransport) else own, ranks_of(group))
 
     def cut_anew(self) -> None:
-        """Own what the place of this rank in its group gives to it. Where that is not what it has owned, blocks of
-        parameters that are in shards, masters and optimizer states have to be put there by others."""
+        """Own the blocks of this rank's position in its group. If they are new, blocks of sharded parameters, masters
+        and optimizer states must be filled by others."""
         if self.due != self.held:
             ranks, self.position = self.due
             self.ownership = cut_parameters(self.metas, ranks)
             for index, shard in enumerate(self.shards):
                 shard.cut_at(self.ownership.block(index, self.position))
-        self._addresses = []  # whoever gathers does so between other ranks
+        self._addresses = []  # gathers must use the new ranks
         if self._units is not None:
             self._units.cut_anew(self.ownership.cuts)
 
     def complete(self) -> None:
-        """Have what all ranks own in the parameters, where these are whole. All ranks call it."""
+        """Gather the blocks of all ranks, if parameters are whole. All ranks call it."""
         if self.gathers is not None:
             self.follow_parameters()
             self.gathers.gather_now()
         self.lacking = False
 
     def find(self, param: torch.Tensor) -> Shard | None:
-        """The shard of a parameter, looked up by the parameter or by what an optimizer updates in its place."""
+        """The shard of a parameter, looked up by the parameter or by the tensor that an optimizer updates instead."""
         return self._by_id.get(id(param))
 
     def keep_masters(self, dtype: torch.dtype, shards: Iterable[Shard]) -> None:
-        """Have these blocks in a wider type too, which is what an optimizer updates from now on."""
+        """Keep these blocks in a wider type too, which an optimizer updates from now on."""
         narrow = [shard for shard in shards if dtype not in (shard.param.dtype, shard.value.dtype)]
         updated = {id(param) for one in self.optimizers for group in one.param_groups for param in group["params"]}
         if taken := [shard.name for shard in narrow if id(shard.value) in updated]:
             raise UsageError(
-                f"master={dtype} was asked for {taken[0]}, which another optimizer updates without it and would update "
-                f"no more; give both the same master=, or let go of the other one first"
+                f"master={dtype} was asked for {taken[0]}, which another optimizer updates without a master and "
+                f"would no longer update; pass the same master= to both, or release the other one first"
             )
         for shard in narrow:
-            del self._by_id[id(shard.value)]  # another tensor may get that id
+            del self._by_id[id(shard.value)]  # another tensor may reuse that id
             shard.keep_master(dtype)
             self._by_id[id(shard.value)] = shard
 
@@ -186,7 +186,7 @@ class OwnedBlocks:
         )
 
     def _gather_of(self, tensors: Mapping[int, torch.Tensor]) -> BlockGather:
-        """What gathers tensors that are cut like the parameters of these indices, in their own memory."""
+        """A gather of tensors that are cut like the parameters of these indices, in their own memory."""
         flats = {index: flat_of(tensor) for index, tensor in tensors.items()}
         blocks = [
             [flat[begin:end] for index, flat in flats.items() for begin, end in [self.ownership.block(index, rank)]]
@@ -196,7 +196,7 @@ class OwnedBlocks:
         return BlockGather(filled[self.position], filled)
 
     def follow_update(self) -> None:
-        """This rank's blocks have been updated: have those of all ranks in the parameters. All ranks call it."""
+        """After an update of this rank's blocks: gather those of all ranks. All ranks call it."""
         if self._units is not None:
             self._units.follow_update()
         elif self.gathers is not None:
@@ -246,7 +246,7 @@ class OwnedBlocks:
         return whole
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Throw away, or zero, what this rank has in shards. Gradients that are whole are torch's to zero."""
+        """Drop or zero this rank's sharded gradients. torch itself zeroes whole ones."""
         for shard in self.shards if self.cut else ():
             shard.drop() if set_to_none else shard.zero()
 

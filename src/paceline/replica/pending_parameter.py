@@ -1,12 +1,12 @@
-"""A parameter whose values are still on their way: whoever uses it from Python waits for them first.
+"""A parameter whose values are still being gathered: any use from Python waits for them first.
 
-Note: how a use is noticed
+Note: how a use is detected
 --------------------------
-torch asks the class of every tensor that a function is called with whether it has `__torch_function__`. So for as long
-as values are on their way the parameter is of another class, and what is asked of it then waits, gives the parameter
-its class back and is done as ever. Nothing else about it changes: not its identity, its memory, its gradient or its
-hooks. What cannot be noticed is what C++ does with a parameter by itself, as in a ScriptModule or in a kernel that was
-handed it outside of any module: see `update_gathers.py` for who waits instead.
+For every function call, torch checks whether the class of an argument defines `__torch_function__`. So while values are
+being gathered the parameter has another class, whose handler waits, restores the original class and then runs the
+function. Nothing else about the parameter changes: its identity, memory, gradient and hooks stay the same. C++ code
+that uses a parameter by itself, as in a ScriptModule or in a kernel that got it outside any module, cannot be detected:
+see `update_gathers.py` for who waits instead.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,13 +18,14 @@ from torch import nn
 
 
 class PendingParameter(nn.Parameter):
-    """What a parameter is until its values are there. Every gather has a class of its own, which knows how to wait."""
+    """The class of a parameter until its values have arrived. Every gather has its own subclass, which knows how to
+    wait."""
 
-    # Waits for the values, and has every parameter of the gather be an nn.Parameter again.
+    # Waits for the values, and makes every parameter of the gather an nn.Parameter again.
     wait: ClassVar[Callable[[], None]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Who makes a tensor like this one, by its type, makes a parameter."""
+        """Creating a tensor of this type creates an ordinary parameter."""
         return nn.Parameter(*args, **kwargs)
 
     @classmethod
@@ -36,9 +37,7 @@ class PendingParameter(nn.Parameter):
                 return func(*args, **kwargs or {})
         cls.wait()
         for used in args:
-            if (
-                type(used) is cls
-            ):  # it has taken the place of a parameter of the gather, as torch.utils.swap_tensors does
+            if type(used) is cls:  # it has replaced a parameter of the gather, as torch.utils.swap_tensors does
                 _restore(used)
         return func(*args, **kwargs or {})
 
@@ -60,7 +59,7 @@ def _restore(param: Any) -> None:
 
 @cache
 def _needs_no_values() -> frozenset[Any]:
-    """What may be asked of a parameter whose values are not there: what it is like, and about its gradient."""
+    """The functions that need no values: metadata of the parameter, and its gradient."""
     of_tensor: Any = torch.Tensor
     read = "shape dtype device layout ndim nbytes is_cuda is_cpu is_meta requires_grad is_leaf grad grad_fn"
     read += " _backward_hooks _post_accumulate_grad_hooks"
@@ -73,7 +72,7 @@ def _needs_no_values() -> frozenset[Any]:
 
 
 def pending_class(wait: Callable[[], None]) -> type[PendingParameter]:
-    """What the parameters of one gather are until `wait` has waited for it."""
+    """The class of the parameters of one gather until `wait` has finished it."""
     return type(
         "PendingParameter", (PendingParameter,), {"wait": staticmethod(wait), "__doc__": PendingParameter.__doc__}
     )

@@ -1,9 +1,9 @@
 """Records what a replica computes, as digests, so that two runs of one script can be compared.
 
-`paceline doctor --determinism` starts a script twice with PACELINE_DETERMINISM naming a file. Each line of it is one
-thing that was computed, in order: the weights and buffers a step began with, the inputs of a forward, the output of
+`paceline doctor --determinism` starts a script twice with PACELINE_DETERMINISM naming a file. Each line is one
+computed value, in order: the weights and buffers at the start of a step, the inputs of a forward, the output of
 every module when it is ready (so the innermost comes first), every gradient, and the buffers after a forward. The
-process ends when the steps that were asked for have been made.
+process ends after the requested number of steps.
 """
 
 import json
@@ -39,7 +39,7 @@ def recording_asked(
 
 
 def end_process() -> NoReturn:
-    """End at once: what the script does at its end, such as saving, is not wanted here."""
+    """Exit at once, without the script's own final work, such as saving."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
@@ -63,7 +63,7 @@ class Recording:
                 param.register_hook(partial(self._on_gradient, name))
 
     def begin(self, step: int) -> None:
-        """A step begins; where there are no lanes, that is a forward whose backward may follow."""
+        """A step begins; without lanes, that is a forward whose backward may follow."""
         if self._begun == self._steps:
             self._write("complete")
             end_process()
@@ -103,7 +103,7 @@ class Recording:
         self._write(kind, step=self._step, lane=lane, name=name, kind_of=kind_of, digest=digest)
 
     def _write(self, kind: str, **fields: Any) -> None:
-        # Opened each time: a script may have several replicas, and may end in any way.
+        # Opened each time: a script may have several replicas, and may end at any time.
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "replica": self._number, **fields}) + "\n")
 

@@ -1,4 +1,4 @@
-"""The first thing that differs between two recordings of one script, and what to do about it. Needs no torch."""
+"""The first difference between two recordings of a script, and advice about it. Needs no torch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def compare(first: Sequence[Line], second: Sequence[Line], script: str) -> tuple
     lanes = next((line["lanes"] for line in first if line["kind"] == "replica"), None)
     where = f"the first {f'{steps} steps' if steps > 1 else 'step'}{f' of {lanes} lanes' if lanes else ''}"
     seen = f"{counts['output']} outputs of modules, {counts['gradient']} gradients, {counts['buffer after']} buffers"
-    more = "only these were looked at; --steps N looks at more"
+    more = "only these were compared; --steps N compares more"
     return SAME, [f"{script} gives the same bits twice in {where}: {seen}", f"  {more}", *_kernels(settings)]
 
 
@@ -32,7 +32,7 @@ def _computed(lines: Sequence[Line]) -> list[Line]:
 def _difference(ours: Line | None, theirs: Line | None, script: str, first_step: int) -> list[str]:
     if ours is None or theirs is None or {**ours, "digest": 0} != {**theirs, "digest": 0}:
         one, other = (_named(line) if line else "nothing more" for line in (ours, theirs))
-        text = f"after the same bits the first went on with {one}, the second with {other}"
+        text = f"after equal bits the first run continued with {one}, the second with {other}"
         advice = "look for the order of a set or of files, a clock, or random numbers without a seed"
         return [
             f"two runs of {script} DIFFER in what they compute: {text}",

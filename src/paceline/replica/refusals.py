@@ -20,13 +20,13 @@ JOINED = (
 
 
 def refuse_whole(params: Sequence[torch.Tensor], owned: OwnedBlocks, *, local: bool) -> None:
-    """Raise if an optimizer was made over whole parameters whose gradients this rank has in shards, or if it is to step
-    on the gradients of this rank alone (`local`), of which the others have a part."""
+    """Raise if an optimizer was made over whole parameters whose gradients this rank has in shards, or if it would step
+    on local gradients of this rank (`local`), of which other ranks own a part."""
     for param in params:
         if (shard := owned.find(param)) is not None and shard.value is not param:
             raise NotWhole(
                 f"this optimizer was created from whole parameters, such as {shard.name}, but under this placement a "
-                f"rank has gradients only for its shards; make it with model.optimizer(torch.optim.AdamW, ...), or "
+                f"rank has gradients only for its shards; create it with model.optimizer(torch.optim.AdamW, ...), or "
                 f"convert it with model.optimizer(optimizer)"
             )
     if local:

@@ -1,4 +1,4 @@
-"""Runs the step of a failure capsule again in this process, and decides whether the failure was reproduced."""
+"""Reruns the step of a failure capsule in this process, and decides whether the failure was reproduced."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,17 +20,17 @@ from paceline.randomness import mixed, put_back, seed_all, set_rng_state
 from paceline.reducer.autograd import tensors_in
 
 HINT = (
-    ". If your loop calls the model in another way, or has another loss: --loss module:function(model, microbatch), "
+    ". If your loop calls the model differently, or has another loss: --loss module:function(model, microbatch), "
     "where microbatch is, in lanes, what model.lanes() yielded, and otherwise the tuple of forward's arguments"
 )
-AS_GIVEN = "; the capsule holds the microbatches as your loop was given them, without what it changed in them"
+AS_GIVEN = "; the capsule holds the microbatches as passed to your loop, without its changes to them"
 
 Losses = Callable[[nn.Module, Any], Iterable[torch.Tensor]]  # of one microbatch; each has its own backward
 
 
 @dataclass(frozen=True)
 class CapturedForward:
-    """One forward and backward of the step: of a lane, or where there are none of a rank."""
+    """One forward and backward of the step: of a lane or, without lanes, of a rank."""
 
     rank: int
     lane: int | None
@@ -60,7 +60,7 @@ class RerunModel:
 
 @dataclass
 class Rerun:
-    """What was seen when a forward and its backward were run again."""
+    """The observations of a repeated forward and backward."""
 
     forward: CapturedForward
     loss: float | None = None
@@ -72,7 +72,7 @@ class Rerun:
 
 
 def captured_forwards(capsule: Capsule) -> list[CapturedForward]:
-    """All that the capsule holds of the step, in the order of ranks and lanes."""
+    """All forwards of the step that the capsule holds, in the order of ranks and lanes."""
     own = {"rank": capsule.rank, "lanes": capsule.lanes, "batch": capsule.batch, "rng": capsule.rng}
     found = []
     for part in sorted((own, *capsule.others), key=lambda part: int(part["rank"])):
@@ -120,7 +120,7 @@ def call_arguments(microbatch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def mean_of_outputs(model: nn.Module, microbatch: Any) -> Iterator[torch.Tensor]:
-    """The loss where nothing is known of it."""
+    """The default loss, if none is known."""
     args, kwargs = call_arguments(microbatch)
     output = model(*args, **kwargs)
     floats = [tensor for tensor in tensors_in(output) if tensor.dtype.is_floating_point and tensor.requires_grad]
@@ -143,7 +143,7 @@ def loss_of_user(function: Callable[..., Any], model: nn.Module, microbatch: Any
 def run_again(subject: RerunModel, capsule: Capsule, forward: CapturedForward) -> Rerun:
     """Forward and backward of one microbatch, from the capsule's state and with its random numbers."""
     model, device, seen = subject.model, subject.device, Rerun(forward)
-    load_state(model, capsule.state, "the capsule")  # buffers may have changed in the forward before
+    load_state(model, capsule.state, "the capsule")  # buffers may have changed in the previous forward
     model.train().zero_grad(set_to_none=True)
     microbatch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), forward.microbatch)
     _look(seen, "input", tensors_in(microbatch))
@@ -179,7 +179,7 @@ def _look(seen: Rerun, what: str, tensors: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def _watched(model: nn.Module, seen: Rerun) -> Iterator[None]:
-    """Look at the outputs of all modules, at their gradients, and at those of parameters."""
+    """Check the outputs of all modules, their gradients, and those of parameters."""
 
     def on_gradient(what: str, grad: torch.Tensor) -> None:
         _look(seen, what, [grad])
@@ -256,7 +256,7 @@ def _not_finite_again(capsule: Capsule, seen: Sequence[Rerun]) -> tuple[bool, li
 
 
 def _differs_again(capsule: Capsule, seen: Sequence[Rerun], subject: RerunModel) -> tuple[bool, list[str]]:
-    """Ranks held different state, which the capsule has the digests of. A step that differs by itself explains it."""
+    """Ranks held different state, whose digests are in the capsule. A step with varying results explains it."""
     again, lines = False, []
     for name, digests in dict(capsule.settings.get("words", {})).items():
         groups = groups_of(digests)

@@ -1,4 +1,4 @@
-"""What follows from what ranks have found: drift is healed or raised, non-finite gradients are skipped or raised."""
+"""Responses to findings of the ranks: drift is healed or raised, non-finite gradients are skipped or raised."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from paceline.replica.agreement import Agreement
 logger = logging.getLogger("paceline")
 
 
-# Has a capsule written. It is called with the kind, the text and the ranks of a finding, and whether that is about the
-# step before the one that runs. Returns False if no capsules are kept.
+# Writes a capsule. It is called with the kind, the text and the ranks of a finding, and whether it concerns the
+# previous step. Returns False if no capsules are kept.
 Report = Callable[[Kind, str, Sequence[int], bool], bool]
 
 
@@ -33,8 +33,8 @@ def resolve_drift(
     *,
     late: bool,
 ) -> tuple[Exception | None, bool]:
-    """Find what differs between the ranks of `group`, and heal it if that was asked for. `states`: what is compared,
-    and over which group. Returns the error to raise, and whether something was healed."""
+    """Find what differs between the ranks of `group`, and heal it if requested. `states`: the compared state,
+    and its group. Returns the error to raise, and whether something was healed."""
     if len(states) > 1 or states[0][1] is not group:
         return _resolve_in_groups(states, group, agreement, step, report, late=late)
     pieces, _ = states[0]
@@ -68,8 +68,8 @@ def _resolve_in_groups(
     *,
     late: bool,
 ) -> tuple[Exception | None, bool]:
-    """The same where twins compare shards: what some of them have found is an error on all ranks of `world`, or is
-    healed by those who have it."""
+    """The same if twins compare shards: findings of some twins become an error on all ranks of `world`, or are
+    healed by those that hold the shard."""
     drifts: list[Drift] = []
     failed: ReplicaDrift | None = None
     try:
@@ -85,7 +85,7 @@ def _resolve_in_groups(
     if agreement.drift == "raise":
         return first or told, False
     for (pieces, group), drift in zip(states, drifts, strict=failed is None):
-        # Of twins, the one in the shard group of the rank that is trusted.
+        # Among twins, the one in the shard group of the trusted rank.
         trust = None if agreement.trust is None else agreement.trust // (world.size // group.size)
         try:
             if drift.tensors:
@@ -120,10 +120,10 @@ class NonFiniteSteps:
     def decide(
         self, rows: Sequence[StepReport], slots: Sequence[GradSlot] | None, bad: Sequence[str], step: int
     ) -> Decision:
-        """By the reports of all ranks. `slots`: None if the step they are about is over, in which the gradients of the
-        parameters `bad` were not finite; else what was reduced in step `step`."""
+        """Decide from the reports of all ranks. `slots`: None if their step is over, in which the gradients of the
+        parameters `bad` were not finite; else the reduced gradients of step `step`."""
         late = slots is None
-        # What came late was added after the reports had left. It is equal on all ranks, so all find the same.
+        # Late gradients were added after the reports were sent. They are equal on all ranks, so all find the same.
         late_bad = slots is not None and any(row.late for row in rows) and _first_in(slots) is not None
         if not (bad or late_bad or any(row.not_finite for row in rows)):
             self.in_a_row = 0
@@ -152,7 +152,7 @@ class NonFiniteSteps:
         self.in_a_row += 1
         kept = self._report("not-finite", text, ranks, late)
         if self._agreement.not_finite == "raise":
-            where = "its capsule has it" if kept else "Agreement(capsules=…) would keep it"
+            where = "it is in the capsule" if kept else "Agreement(capsules=…) would save it"
             error = NotFiniteGradients(
                 f"{text}; no rank has stepped on it. Look at that batch ({where}), lower the learning rate, or pass "
                 f'not_finite="skip" to continue with the next step',

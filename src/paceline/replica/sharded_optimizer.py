@@ -1,4 +1,4 @@
-"""`model.optimizer()`: an ordinary torch optimizer that updates what this rank owns."""
+"""`model.optimizer()`: an ordinary torch optimizer over the blocks that this rank owns."""
 
 import inspect
 import sys
@@ -22,13 +22,13 @@ from paceline.replica.closures import with_closure
 from paceline.replica.owned import OwnedBlocks
 from paceline.stored.tensor_part import TensorPart
 
-MASTER = "master"  # the key under which the state of a parameter has its wide copy
+MASTER = "master"  # the key of the wide copy in the state of a parameter
 
 
 def make_optimizer(
     replica: Any, made: Any, params: Any, options: Mapping[str, Any], master: torch.dtype | None
 ) -> Optimizer:
-    """An optimizer of class `made`, or the one that `made` is, over what this rank owns of a replica."""
+    """An optimizer of class `made`, or the existing one `made`, over this rank's blocks of a replica."""
     group, owned = replica._group, replica._owned
     if owned is None and master is None:
         if isinstance(made, Optimizer):
@@ -72,25 +72,25 @@ def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _shard(param: torch.Tensor, owned: OwnedBlocks) -> Shard | None:
-    """This rank's shard of a parameter. None: it is frozen, so that an optimizer leaves it alone."""
+    """This rank's shard of a parameter. None: it is frozen, so optimizers ignore it."""
     found = owned.find(param)
     if found is None and param.requires_grad:
         raise UsageError(
             f"model.optimizer() was given a parameter of shape {list(param.shape)} that this replica does not train: "
-            f"it was frozen, ignored or not there when the module was wrapped; pass parameters of the model, or make "
-            f"an optimizer of its own for it"
+            f"it was frozen, ignored or missing when the module was wrapped; pass parameters of the model, or create "
+            f"a separate optimizer for it"
         )
     return found
 
 
 def _updated(param: torch.Tensor, owned: OwnedBlocks) -> torch.Tensor:
-    """What an optimizer updates in the place of a parameter."""
+    """The tensor that an optimizer updates instead of a parameter."""
     shard = _shard(param, owned)
     return param if shard is None or not (owned.cut or shard.has_master) else shard.value
 
 
 def _check_same_optimizer(optimizer: Optimizer, owned: OwnedBlocks, group: Group, master: object) -> None:
-    """Raise on every rank if ranks have made different optimizers: they are about to update parts of one model."""
+    """Raise on every rank if ranks have created different optimizers for parts of one model."""
     at = {id(shard): index for index, shard in enumerate(owned.shards)}
     mine = {
         "class": type(optimizer).__name__,
@@ -109,13 +109,13 @@ def _check_same_optimizer(optimizer: Optimizer, owned: OwnedBlocks, group: Group
     here, there = _flat(told[0]), _flat(told[rank])
     key = next(key for key in {**here, **there} if here.get(key) != there.get(key))
     raise ModelMismatch(
-        f"ranks made different optimizers: {key} is {here.get(key)} on rank 0 and {there.get(key)} on rank {rank}; "
+        f"ranks created different optimizers: {key} is {here.get(key)} on rank 0 and {there.get(key)} on rank {rank}; "
         f"call model.optimizer() with the same arguments on every rank"
     )
 
 
 def _flat(described: Mapping[str, Any]) -> dict[str, str]:
-    """What an optimizer was made from, with a name for every detail."""
+    """The arguments of an optimizer, with a name for every detail."""
     found = {key: str(value) for key, value in described.items() if key != "groups"}
     for number, options in enumerate(described["groups"]):
         found.update((f"{key} of group {number}", str(value)) for key, value in options.items())
@@ -123,7 +123,7 @@ def _flat(described: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Update:
-    """What surrounds the update of one optimizer."""
+    """The work before and after an update of one optimizer."""
 
     def __init__(self, owned: OwnedBlocks, master: torch.dtype | None) -> None:
         self.master = master
@@ -133,7 +133,7 @@ class _Update:
         self._narrow: list[torch.Tensor | None] = []
 
     def add(self, params: Iterable[torch.Tensor]) -> None:
-        """Update these parameters too: what this rank owns of them."""
+        """Also update this rank's blocks of these parameters."""
         found = [_shard(param, self._owned) for param in params]
         shards = [shard for shard in found if shard is not None and shard not in self._shards]
         if self.master is not None:
@@ -162,7 +162,7 @@ class _Update:
                 shard.value.grad = wide
 
     def _give_back_gradients(self) -> None:
-        for shard, grad in zip(self._masters, self._narrow, strict=False):  # nothing, if they were not taken
+        for shard, grad in zip(self._masters, self._narrow, strict=False):  # empty if they were not taken
             shard.value.grad = grad
         self._narrow = []
         for shard in self._shards:
@@ -176,29 +176,29 @@ class _Update:
 
 
 def _whole_gradient(shard: Shard) -> torch.Tensor | None:
-    """The gradient of a parameter of which this rank has all, flat as its master is."""
+    """The gradient of a parameter that this rank holds in full, flat like its master."""
     grad = shard.param.grad
     return shard.value.grad if grad is None else flat_as(shard.param, grad)
 
 
 class ShardedOptimizer(Optimizer):
-    """What an optimizer over shards does otherwise than its class: its gradients and its state belong to whole
-    parameters, of which `param_groups` has this rank's blocks."""
+    """The differences of a sharded optimizer from its class: its gradients and its state belong to whole
+    parameters, of which `param_groups` holds this rank's blocks."""
 
     _owned: OwnedBlocks
     _group: Group
-    _per_element: frozenset[str]  # what of its state has a number for every element of a parameter
+    _per_element: frozenset[str]  # the states with one value per element of a parameter
     _update: _Update
 
     def _shards(self) -> list[tuple[nn.Parameter, Shard | None]]:
-        """What is updated, each with the shard that it is. None: a parameter that is whole."""
+        """The updated tensors, each with its shard. None: a whole parameter."""
         found = [(param, self._owned.find(param)) for param in _params_of(self)]
         return [(param, shard if shard is not None and shard.value is param else None) for param, shard in found]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step() asks for this before it decides whether to step, by what is not finite in the shards of
-        this rank: so it is given what all ranks have found."""
+        """GradScaler.step() reads this before it decides whether to step, from the non-finite values in the shards of
+        this rank: so the findings of all ranks are combined here."""
         caller = sys._getframe(1)
         if caller.f_code is GradScaler.step.__code__ and self._owned.cut:
             self._agree_on_infinities(caller.f_locals["self"])
@@ -210,12 +210,12 @@ class ShardedOptimizer(Optimizer):
             scaler.unscale_(self)
         found = state["found_inf_per_device"]
         device = self._owned.shards[0].param.device
-        flag = found.setdefault(device, torch.zeros((), device=device))  # it may own nothing that has a gradient
+        flag = found.setdefault(device, torch.zeros((), device=device))  # the rank may own nothing with a gradient
         work = self._group.transport.all_reduce(flag.view(1), Op.MAX)
         self._group.wait(work, "whether all gradients are finite")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw gradients away, also those that were not reduced yet."""
+        """Drop gradients, including those not reduced yet."""
         super().zero_grad(set_to_none)
         for _, shard in self._shards():
             if shard is None:
@@ -239,7 +239,8 @@ class ShardedOptimizer(Optimizer):
         raise UsageError("an optimizer over shards cannot be copied or pickled; keep its state_dict() instead")
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of whole parameters, as the optimizer has it without shards. A collective: all ranks call it."""
+        """The state of whole parameters, as the optimizer would have it without shards. A collective: all ranks must
+        call it."""
         packed, shards = self.state_in_shards(), self._shards()
         for index, values in packed["state"].items():
             for key, value in values.items():
@@ -248,14 +249,14 @@ class ShardedOptimizer(Optimizer):
         return packed
 
     def state_in_shards(self) -> dict[str, Any]:
-        """As `state_dict()`, with this rank's part of what is in shards. All ranks call it."""
+        """As `state_dict()`, with this rank's part of sharded entries. All ranks call it."""
         packed = self._state_here()
         self._check_same_state([packed["state"].get(index, {}) for index in range(len(self._shards()))])
         return packed
 
     def split_state(self) -> tuple[dict[str, Any], dict[int, dict[str, TensorPart]]]:
-        """What of `state_dict()` all ranks have alike, and this rank's parts of the rest, by the number of a parameter.
-        No other rank is asked for anything."""
+        """The entries of `state_dict()` that all ranks share, and this rank's parts of the rest, by parameter number.
+        No communication."""
         packed, shards = self._state_here(), self._shards()
         parts: dict[int, dict[str, TensorPart]] = {}
         for index, values in packed["state"].items():
@@ -278,14 +279,14 @@ class ShardedOptimizer(Optimizer):
                 continue
             tensors = {key: value for key, value in state[index].items() if isinstance(value, torch.Tensor)}
             for key, value in tensors.items():
-                # On every rank the same ones: a block of one element looks like what belongs to the whole parameter.
+                # The same ones on every rank: a block of one element could be mistaken for a per-parameter value.
                 in_shards = key in self._per_element if self._owned.cut else value.shape == shard.value.shape
                 if key == MASTER or in_shards:
                     state[index][key] = TensorPart(value, shard.span[0], shard.form)
         return {**packed, "state": {index: values for index, values in state.items() if values}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of the state of whole parameters, as `state_dict()` of any placement has it."""
+        """Take this rank's part of the state of whole parameters, as returned by `state_dict()` under any placement."""
         state: dict[Any, Any] = dict(state_dict["state"])
         shards = [shard for _, shard in self._shards()]
         for index, shard in enumerate(shards):
@@ -300,7 +301,7 @@ class ShardedOptimizer(Optimizer):
                     shard.value.copy_(shard.block if master is None else self._part(shard, MASTER, master))
 
     def _part(self, shard: Shard, key: str, value: Any) -> Any:
-        """This rank's part of a state of a whole parameter, or what it has besides, such as a count of steps."""
+        """This rank's part of a state of a whole parameter, or a per-parameter value, such as a count of steps."""
         if isinstance(value, TensorPart):
             return value.values
         if not isinstance(value, torch.Tensor) or value.shape != shard.form.shape:
@@ -318,16 +319,16 @@ class ShardedOptimizer(Optimizer):
                 f"{list(shard.form.shape)}; nothing was loaded. Load the state of the same model, with the parameters "
                 f"in the same order"
             )
-        kept = shapes.keys() - {MASTER}  # which is there before the first step, too
+        kept = shapes.keys() - {MASTER}  # which exists before the first step, too
         if self._per_element and kept and self._per_element.isdisjoint(kept):
             raise UsageError(
                 f"the state to load has {', '.join(shapes)} for {shard.name}, and {type(self).__name__} keeps "
                 f"{', '.join(sorted(self._per_element))}; nothing was loaded. Load the state of the same kind of "
-                f"optimizer, or begin without one"
+                f"optimizer, or start without one"
             )
 
     def _check_same_state(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Ranks are about to gather what they have, tensor by tensor: they must have the same."""
+        """Ranks are about to gather their states tensor by tensor, so they must hold the same ones."""
         told = [sum(isinstance(value, torch.Tensor | TensorPart) for value in of.values()) for of in state]
         rows = gather_ints(self._group, told, "the state of an optimizer")
         if different := [rank for rank, row in enumerate(rows) if row != rows[0]]:
@@ -344,10 +345,10 @@ def _sharded(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def _check_elementwise(cls: Any, options: Mapping[str, Any], owned: OwnedBlocks) -> frozenset[str]:
-    """Refuse an optimizer that updates a block of a parameter otherwise than the whole one. Returns the names of what
+    """Refuse an optimizer that updates a block of a parameter differently from the whole one. Returns the names of what
     it keeps for every element.
 
-    It is tried out: two tensors that are the halves of a third one get the same gradients, and must end with its bits.
+    This is tested: two tensors, the halves of a third one, get the same gradients and must end with equal bits.
     """
     like = owned.shards[0].param
     generator = torch.Generator().manual_seed(0)

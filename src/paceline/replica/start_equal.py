@@ -1,7 +1,8 @@
-"""Replicas start equal: the same model on every rank, then the same values. So do those that continue in a new group.
+"""Replicas start equal: the same model on every rank, then the same values. The same holds for those that continue in a
+new group.
 
 The structure is compared before a single value moves, by messages whose size does not depend on the model: gloo ends
-the process when ranks offer different sizes. Whatever differs is then an error on every rank.
+the process when ranks offer different sizes. Any difference is then an error on every rank.
 """
 
 import logging
@@ -63,8 +64,8 @@ def _unit_names(replica: Any) -> list[str]:
 
 
 def make_equal(replica: Any, init: str, *, with_buffers: bool) -> None:
-    """Start from the values of rank 0, or make sure that all ranks have the same."""
-    start = replica._from_meta  # what it has to fill gets its values later, and they are equal
+    """Start from the values of rank 0, or check that all ranks have the same."""
+    start = replica._from_meta  # tensors from meta get equal values later
     named = [
         pair for pair in _tensors_of(replica, with_buffers=with_buffers) if start is None or not start.has(pair[1])
     ]
@@ -82,7 +83,7 @@ def _tensors_of(replica: Any, *, with_buffers: bool) -> list[tuple[str, torch.Te
 
 
 def _describe(name: str, p: torch.Tensor) -> list[Any]:
-    """What of a parameter or buffer must be equal on all ranks."""
+    """The properties of a parameter or buffer that must be equal on all ranks."""
     if isinstance(p, torch.nn.parameter.UninitializedParameter):
         return [name, "uninitialized", str(p.dtype), "uninitialized", p.requires_grad, "not meta"]
     strides = list(p.stride()) if p.layout == torch.strided else []
@@ -90,7 +91,7 @@ def _describe(name: str, p: torch.Tensor) -> list[Any]:
 
 
 def warn_of_kernels(mine: dict[str, str], group: Group) -> None:
-    """Warn on rank 0 of settings that may make the ranks' kernels compute other bits."""
+    """Warn on rank 0 about settings that may give the ranks' kernels different results."""
     described = gather_unless_equal(group, mine, "the comparison of kernels")
     if described is None or group.rank != 0:
         return
@@ -189,10 +190,10 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[int]]:
 
 
 def resume_from_one_rank(monitor: ReplicaMonitor, step_state: StepState) -> None:
-    """Ranks that were stopped at different places continue from one state, which some rank really had: everything is
-    taken from the lowest rank among those that have completed the most updates and are in the middle of none.
+    """Ranks that were stopped at different points continue from one state that a rank really had: everything is
+    taken from the lowest rank among those with the most completed updates that are not inside an update.
 
-    Never tensor by tensor: a mixture of two steps is a state that no run has been in.
+    Never tensor by tensor: a mixture of two steps is a state that no run was ever in.
     """
     group = monitor.group
     rows = gather_ints(

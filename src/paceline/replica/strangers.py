@@ -1,9 +1,9 @@
-"""Parameters that came, or were unfrozen, after a module was wrapped: nobody reduces their gradients.
+"""Parameters that were added or unfrozen after a module was wrapped, whose gradients are not reduced.
 
-They may be in no optimizer at all, since `model.optimizer(cls)` has those that were there when the module was wrapped.
-Then they would get gradients, differ from rank to rank, and never be updated. Nothing is looked for in a plain step: a
-walk through the module follows only when some module of the process has got a parameter or a module, or when one of the
-frozen parameters of this one is frozen no more.
+They may be in no optimizer at all, because `model.optimizer(cls)` only has those that existed at wrapping. Then they
+would get gradients, differ from rank to rank, and never be updated. A plain step checks nothing: a walk through the
+module follows only when some module of the process was given a parameter or a module, or when one of this module's
+frozen parameters was unfrozen.
 """
 
 import threading
@@ -28,25 +28,25 @@ class Strangers:
     """Refuses the gradients of such parameters, for one replica."""
 
     def __init__(self, managed: frozenset[int], ignored: Container[str], others: Iterable[torch.Tensor]) -> None:
-        """`managed`: the ids of the parameters whose gradients are reduced. `others`: those that needed none when the
+        """`managed`: the ids of the parameters whose gradients are reduced. `others`: those without gradients when the
         module was wrapped."""
         self.managed = managed
         self._ignored = ignored
         self._frozen = tuple(map(weakref.ref, others))
         self._registered = True
-        self.possible = True  # whether to ask at all before a step
+        self.possible = True  # whether to check at all before a step
         registrations.add(self)
 
     def note_registration(self) -> None:
         self._registered = self.possible = True
 
     def refuse(self, module: nn.Module | None, owned: OwnedBlocks | None) -> None:
-        """Raise if parameters of `module` have gradients that are not reduced. What `owned` knows is reduced."""
+        """Raise if parameters of `module` have gradients that are not reduced. Those that `owned` knows are reduced."""
         if not self._registered and not any(
             (param := one()) is not None and param.requires_grad for one in self._frozen
         ):
             return
-        self._registered = False  # before looking: another thread may register something meanwhile
+        self._registered = False  # before the check: another thread may register something meanwhile
         named = () if module is None else module.named_parameters()
         found = {
             name: param
@@ -80,11 +80,11 @@ def _not_reduced(names: Collection[str]) -> UnreducedGradients:
 
 class _Registrations:
     """Tells all replicas of this process when a module gets a parameter or a module: torch has one list of hooks for
-    all modules, which holds two of ours for the life of the process."""
+    all modules, which holds two of paceline's for the life of the process."""
 
     def __init__(self) -> None:
         self._told: weakref.WeakSet[Strangers] = weakref.WeakSet()
-        self._lock = threading.RLock()  # whatever is collected meanwhile may make a module
+        self._lock = threading.RLock()  # garbage collection may create a module meanwhile
         self._hooked = False
 
     def add(self, strangers: Strangers) -> None:

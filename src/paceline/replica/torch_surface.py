@@ -1,7 +1,7 @@
-"""What torch's class offers beside training: the names that other libraries and torch itself reach for.
+"""The interface of torch's class besides training, which other libraries and torch itself use.
 
 The base class is torch's own, because isinstance() checks of Accelerate, Lightning, torch's checkpointing and
-torch.compile ask for it. Its constructor never runs; `tests/shape` holds the list of its methods that are used as they
+torch.compile require it. Its constructor never runs; `tests/shape` holds the list of its methods that are used as they
 are, so that none runs by accident.
 """
 
@@ -62,12 +62,12 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     # Not made where torch.compile has chosen torch's own Python reducer.
     _lane_loop: LaneLoop | None = None
     _narrow: NarrowParameters | None = None
-    _prepare_parameters: Callable[[], None] | None = None  # before every forward
+    _prepare_parameters: Callable[[], None] | None = None  # called before every forward
     _capsules: CapsuleWriter | None = None
     _owned: OwnedBlocks | None = None
     _shard_groups: ShardGroups | None = None
     _from_meta: FromMeta | None = None
-    _in_default_group = False  # and so in the one that is formed after it
+    _in_default_group = False  # and so in its successor
     _group_is_gone = False  # see membership.py
     _in_generations = False  # of an elastic job: its group is that of the generation, and before the first it is alone
     _built_alone = False  # whether its parts were made for a group of one rank
@@ -85,7 +85,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     def _init_torch_attributes(self, module: nn.Module, check_reduction: bool, delayed: Iterable[Any]) -> None:
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._delay_all_reduce_params = [param for _, param in delayed]
-        # Importing dynamo takes a second; where it was not imported, or another thread is about to, no one can have
+        # Importing dynamo takes a second; if it is not imported, or another thread is importing it, no one can have
         # chosen the mode.
         mode = getattr(sys.modules.get("torch._dynamo.utils"), "get_optimize_ddp_mode", None)
         self._use_python_reducer = mode is not None and mode() == "python_reducer"
@@ -120,7 +120,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         self._passing_sync_batchnorm_handle(self.module)
 
     def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-        """Set `forward_sync_buffers`; returns whether buffers are made equal at the start too."""
+        """Set `forward_sync_buffers`; returns whether buffers are also made equal at the start."""
         if broadcast_buffers is not None:
             warnings.warn(
                 "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. Unlike "
@@ -167,7 +167,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
     def _has_rebuilt_buckets(self) -> bool:
         return self._core.planning.order_learned
 
-    # ---- torch 2.15 can leave the end of a backward to the caller; here backward ends it, always
+    # ---- torch 2.15 can leave the end of the reduction to the caller; here backward always ends it
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -187,8 +187,8 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
 
     def _check_manual_backward_finalization_supported(self) -> None:
         raise UsageError(
-            "paceline ends the reduction inside backward and cannot leave that to the caller; to reduce at a moment of "
-            "your own, run backward inside no_sync() and call sync_gradients()"
+            "paceline ends the reduction inside backward and cannot leave that to the caller; to reduce at a time of "
+            "your choice, run backward inside no_sync() and call sync_gradients()"
         )
 
     # ---- copies and pickles: without what belongs to this process
@@ -209,7 +209,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         nn.Module.__setstate__(self, state)
         self.__dict__.pop("broadcast_buffers", None)
         self.logger = TorchLogger()
-        # A rank may make a copy for itself alone, such as an average of weights that is only evaluated. So a copy has
+        # A rank may make a copy for itself, such as an average of weights that is only evaluated. So a copy has
         # no group of its own until it is trained, which all ranks do: see membership.py.
         self._group = Group(membership.users_transport(self), timeout_s)
         self._joins_later = not self._group.single
@@ -272,7 +272,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         self._settings.static_graph = True
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on in another group; the next reduction learns the order of gradients again."""
+        """Continue in another group; the next reduction learns the order of gradients again."""
         self._refuse_with_transport("cannot move to another process group")
         self._refuse_in_shards("moving to another process group")
         abandon(self._core)
@@ -283,19 +283,19 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         if self._transport_choice is None:
             raise IllegalMove(
                 f"a replica that was given a Transport object {what}, because only the code that created the transport "
-                f'can create another one; wrap with a name, such as transport="torch", or wrap the bare module anew'
+                f'can create another one; wrap with a name, such as transport="torch", or wrap the bare module again'
             )
 
     def _remove_autograd_hooks(self) -> None:
         self._core.hooks.close()
 
     def _check_reducer_finalized(self) -> None:
-        """In torch, whether the last backward was reduced. Here it always is, or has raised."""
+        """In torch, whether the last backward was reduced. Here it always is, unless it has raised."""
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
         """A hint for torch's sparse reduction; this one needs none."""
 
-    # ---- what frameworks switch and reset
+    # ---- settings that frameworks change
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -310,7 +310,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
             self._core.sync_on = value
 
     def train(self, mode: bool = True) -> Self:
-        """As torch's. A launcher is told of evaluations, so that it does not take them for a hang."""
+        """As torch's. The launcher is informed of evaluations, so that it does not mistake them for a hang."""
         if mode:
             own_progress().end_evaluation()
         else:
@@ -319,7 +319,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; under a sharded placement also what this rank has in shards."""
+        """As torch's; under a sharded placement also this rank's shards."""
         if self._owned is not None:
             self._owned.zero_grad(set_to_none=set_to_none)
         super().zero_grad(set_to_none)
@@ -368,7 +368,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         start_equal.broadcast_values(tensors, self._group, root=root)
 
     def join_hook(self, **kwargs: Any) -> ReplicaJoinHook:
-        """What a rank does after it has run out of data. As torch's `join_hook`."""
+        """The work of a rank that has run out of data. As torch's `join_hook`."""
         self._refuse_in_lanes("join()")
         self._refuse_in_shards("join()")
         self.logger._set_uneven_input_join()
@@ -382,7 +382,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
         self._shard, self._copies = shard, copies
 
     def _check_placement(self) -> None:
-        """Refuse, before anything is started, what cannot be had in shards."""
+        """Refuse, before anything is started, what sharded placements do not support."""
         if not self._placement.shards_optimizer:
             return
         self._refuse_in_shards("mixed_precision=", given=self.mixed_precision is not None)
@@ -415,7 +415,7 @@ class TorchSurface(TorchDDP):  # type: ignore[misc]
             )
 
     def _count_active_ranks(self) -> None:
-        """Inside join(): tell that this rank has data, and divide by those that have, if that was asked for."""
+        """Inside join(): report that this rank has data, and divide by the number that have, if requested."""
         work = Join.notify_join_context(self)
         self._core.divisor = self._core.batch.count
         if work is not None and not self._divide_by_initial_world_size:
@@ -477,7 +477,7 @@ class TorchReducer:
         return future
 
     def _get_local_used_map(self) -> torch.Tensor:
-        """On how many ranks each parameter took part in the last reduction."""
+        """The number of ranks on which each parameter took part in the last reduction."""
         count = len(self._core.bucket_set.layout.params)
         uses = self._core.uses or [self._core.transport.size] * count
         return torch.tensor(uses, dtype=torch.int32, device=self._core.bucket_set.layout.params[0].device)

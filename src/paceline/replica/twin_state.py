@@ -1,4 +1,4 @@
-"""What twins hold alike: the shards of one position, and the optimizer state that is kept for them."""
+"""The state that twins share: the shards of one position, and their optimizer state."""
 
 import weakref
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from paceline.reducer.shard import Shard
 
 
 class TwinState:
-    """Lists the tensors, and has the rotation in which they are compared."""
+    """Lists the tensors, and cuts them into the parts that each comparison covers."""
 
     def __init__(self, groups: ShardGroups, shards: Sequence[Shard], every: int, *, instead: bool) -> None:
-        """`every`: in how many comparisons all of them are compared. `instead`: there is nothing else to compare, since
-        no rank has whole parameters; then their blocks are compared too."""
+        """`every`: the number of comparisons that cover all of them once. `instead`: there is nothing else to compare,
+        because no rank has whole parameters; then their blocks are compared too."""
         self.group = groups.twins
         self.positions = groups.shard.size  # ranks in a shard group, and so different shards
         self.instead = instead
@@ -31,6 +31,6 @@ class TwinState:
         names = {id(shard.value): shard.name for shard in self._shards}
         kept = [pair for known in optimizers for pair in optimizer_tensors(known, names)]
         self.rotation.renew([*blocks, *masters, *sorted(kept, key=lambda pair: pair[0])])
-        # Never that of ranks with other shards, though these may be made of tensors of the same shapes.
+        # Never equal to that of ranks with other shards, even if these have tensors of the same shapes.
         mark = (ranks_of(self.group)[0] + 1) * 0x9E3779B97F4A7C15 & (1 << 62) - 1
         self.signature = self.rotation.signature() ^ mark

@@ -1,11 +1,11 @@
-"""A unit: some parameters of which each rank has a block, and the memory in which they are gathered.
+"""A unit: some parameters of which each rank holds a block, and the memory into which they are gathered.
 
-Note: how memory comes and goes under autograd
+Note: how memory is freed and restored under autograd
 ----------------------------------------------
 Autograd keeps what backward needs: the parameter itself, or views of its storage. So a parameter is freed by taking the
-memory from its storage, and gathered by giving that same storage memory again: whoever holds it finds the values there.
-The values are written through a tensor with a version counter of its own, since for autograd nothing has changed. While
-it is freed, the parameter shows NaN, and the module has a stand-in in its place that raises when it is used.
+memory from its storage, and gathered by giving the same storage memory again, where all references find the values.
+The values are written through a tensor with a version counter of its own, because nothing has changed for autograd.
+While it is freed, the parameter shows NaN, and the module holds a stand-in that raises when it is used.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Place = tuple[nn.Module, str]  # a module, and the name under which it has a par
 
 
 def places_of(module: nn.Module) -> dict[int, list[Place]]:
-    """Where the modules have each parameter, by its id: a shared one is in several places."""
+    """The modules and names that hold each parameter, by its id; a shared one has several."""
     found: dict[int, list[Place]] = {}
     for owner in module.modules():
         for name, param in owner._parameters.items():
@@ -34,7 +34,7 @@ def places_of(module: nn.Module) -> dict[int, list[Place]]:
 
 
 class Whole:
-    """One parameter as a whole, which is there for a time."""
+    """One parameter as a whole, which exists temporarily."""
 
     def __init__(self, shard: Shard, places: Sequence[Place]) -> None:
         self.shard = shard
@@ -42,7 +42,7 @@ class Whole:
         storage = shard.param.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self._nbytes)
-        elif storage.nbytes() != self._nbytes:  # not ours to free: others look at it too
+        elif storage.nbytes() != self._nbytes:  # not freed: others view it too
             shard.param.data = shard.param.data.clone()
         self.full = shard.param.data
         self._places = places
@@ -103,7 +103,7 @@ class Unit:
             self._gathers.append(BlockGather(own, blocks, tag=self._number))
 
     def cut_anew(self, cuts: Sequence[Sequence[int]]) -> None:
-        """The shards own other blocks, or other ranks bring theirs."""
+        """The shards own other blocks, or come from other ranks."""
         self._allocate()
         self._cut(cuts)
         self._free()
@@ -113,8 +113,8 @@ class Unit:
         return [whole.shard.param for whole in self._wholes]
 
     def start(self, group: Group) -> None:
-        """Begin to gather the parameters, unless they are there. In shared memory they are read where they are, so the
-        memory for them has to be there already."""
+        """Start to gather the parameters, unless they are present. In shared memory they are read in place, so the
+        memory for them must be allocated already."""
         if self.gathered:
             return
         if group.transport.traits(self._device).sharded:
@@ -127,7 +127,7 @@ class Unit:
             whole.allocate()
 
     def gather(self, group: Group) -> None:
-        """Have the parameters. All ranks call it, for the same units in the same order."""
+        """Gather the parameters. All ranks call it, for the same units in the same order."""
         if self.gathered:
             return
         self.start(group)
@@ -140,7 +140,7 @@ class Unit:
                 for gather in self._gathers:
                     gather.finish(group, f"the parameters of {self.name}")
         except BaseException:
-            self.free()  # whoever is interrupted here may try again
+            self.free()  # after an interrupt it may be tried again
             raise
 
     def free(self) -> None:
@@ -153,20 +153,20 @@ class Unit:
         self.gathered = False
 
     def discard(self) -> None:
-        """Free the parameters, and drop what is on its way over a group that is no more."""
+        """Free the parameters, and drop communication over a group that has ended."""
         for gather in self._gathers:
             gather.forget()
         self._free()
 
     def follow_update(self, group: Group) -> None:
-        """Free the parameters, and drop what is on its way: the shards have new values."""
+        """Free the parameters, and drop gathers in progress: the shards have new values."""
         for gather in self._gathers:
             gather.discard(group)
             gather.version += 1
         self._free()
 
     def keep_changes(self) -> None:
-        """Take over what was done to the parameters while they were there."""
+        """Store changes that were made to the whole parameters."""
         for whole in self._wholes:
             if whole.shard.param.data_ptr() != whole.full.data_ptr():  # as `param.data = ...` has done
                 whole.full.copy_(whole.shard.param.data)

@@ -3,8 +3,9 @@
     forward    gather 0 ─ run 0 ─ free 0 ─ gather 1 ─ run 1 ─ free 1 …          the next one is fetched while one runs
     backward   … gather 1 ─ its gradients ─ free 1 ─ gather 0 ─ its gradients ─ free 0
 
-What is in no unit of its own is the root: it is gathered when forward begins, and freed when backward has ended. What a
-unit computes from its parameters has to be in what its forward returns: backward would come to anything else unseen.
+Parameters outside all units form the root: it is gathered when forward begins, and freed when backward has ended. What
+a unit computes from its parameters must be part of the result of its forward: backward could not be tracked through
+anything else.
 """
 
 import copy
@@ -33,7 +34,7 @@ FAILED = (
 
 
 class _WhenAllHaveGrads:
-    """Calls a function in every backward that comes to all of some tensors, until it returns True.
+    """Calls a function in every backward that reaches all of some tensors, until it returns True.
 
     torch's register_multi_grad_hook holds the graph that holds it: neither would ever be freed.
     """
@@ -63,8 +64,7 @@ class Units:
         indices: Sequence[Sequence[int]],
         group: Subgroup,
     ) -> None:
-        """`units`: one for each of `modules`, and one more for what is in none of them. `indices`: of their
-        parameters."""
+        """`units`: one for each of `modules`, and one more for the root. `indices`: of their parameters."""
         self.group = group
         self._module, self._modules = module, list(modules)
         self.indices = indices
@@ -72,17 +72,17 @@ class Units:
         self._root = units[-1]
         self._last: list[Unit] = []  # in the order in which the last forward ran them
         self._running: list[Unit] = []  # units run so far in this forward
-        self._open = 0  # how many have asked for the whole
+        self._open = 0  # how many `whole()` blocks are open
         self._left_in_shards = False  # by state_dict() and load_state_dict() of the module
         self._failed = False
         self._outlives = False  # its ranks: see `outlive`
-        self._lost: PacelineError | None = None  # why what was gathered before an update could not be dropped in time
+        self._lost: PacelineError | None = None  # why parameters gathered before an update could not be freed in time
         self._hooks: list[RemovableHandle] = []
         self.hook()
         self.follow_update()
 
     def hook(self) -> None:
-        """Gather and free whenever a module runs, until `close()`."""
+        """Gather and free parameters around every module, until `close()`."""
         module, modules, units = self._module, self._modules, self._units
         for owner, unit in [*zip(modules, units[:-1], strict=True), (module, self._root)]:
             before = ModuleHook(self._before_forward, unit)
@@ -102,27 +102,27 @@ class Units:
             hook.remove()
         self._hooks.clear()
 
-    # ---- in a job that outlives its ranks
+    # ---- in an elastic job
 
     def outlive(self) -> None:
-        """Ranks may be lost without the training: an update is not broken off by that, and whoever needs parameters
-        next is told."""
+        """Training survives the loss of ranks: a loss does not interrupt an update, and the next use of parameters
+        raises the error."""
         self._outlives = True
 
     def discard(self) -> None:
-        """The group is gone: drop what is under way."""
+        """The group has ended: drop communication in progress."""
         for unit in self._units:
             unit.discard()
         self._last, self._running, self._open = [], [], 0
 
     def move(self, transport: Transport, ranks: Sequence[int]) -> None:
-        """Gather over another transport, between these ranks."""
+        """Gather over another transport, among these ranks."""
         self.group.move(transport)
         self.group.ranks = ranks
         self._failed, self._lost = False, None
 
     def cut_anew(self, cuts: Sequence[Sequence[int]]) -> None:
-        """The shards own other blocks, or other ranks bring theirs. `cuts`: of each parameter, one block per rank."""
+        """The shards own other blocks, or come from other ranks. `cuts`: of each parameter, one block per rank."""
         for unit, some in zip(self._units, self.indices, strict=True):
             unit.cut_anew([cuts[index] for index in some])
 
@@ -145,27 +145,27 @@ class Units:
 
     def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         if task_id() != -1:
-            return  # the backward that has computed it again is about to use it
+            return  # the backward that recomputed it is about to use it
         tensors = list(tensors_in(output))
         if not tensors and output is not None and torch.is_grad_enabled():
-            return  # in something that cannot be looked into: backward may come to it unseen, and finds it gathered
+            return  # inside an opaque module, where backward cannot be tracked, so keep it gathered
         watched = [tensor for tensor in tensors if tensor.grad_fn is not None]
         for tensor in watched if torch.is_grad_enabled() else ():
             tensor.register_hook(partial(self._before_backward, unit))
             if (base := tensor._base) is not None and base.grad_fn is not None:
-                base.register_hook(partial(self._before_backward, unit))  # who changes the view takes its place
+                base.register_hook(partial(self._before_backward, unit))  # a change of the view replaces it
         if unit is not self._root or not watched:
             self._free(unit)
 
     def _before_backward(self, unit: Unit, _: torch.Tensor) -> None:
-        """Backward has come to an output of the unit."""
+        """Backward has reached an output of the unit."""
         unit.gather(self.group)
         for earlier, later in pairwise(self._running):
             if later is unit:
                 earlier.start(self.group)
 
     def _after_backward(self, unit: Unit) -> bool:
-        """The inputs of a unit have their gradients, so everything in it has run backward. Returns whether that was the
+        """The inputs of a unit have their gradients, so its backward is complete. Returns whether that was the
         last of it: with create_graph=True a backward through this one needs it again."""
         if torch.is_grad_enabled():
             return False
@@ -184,7 +184,7 @@ class Units:
         raise IllegalMove(FAILED)
 
     def follow_update(self) -> None:
-        """The shards have new values, and what was gathered before has not."""
+        """The shards have new values, and gathered parameters are stale."""
         for unit in self._units:
             try:
                 unit.follow_update(self.group)
@@ -205,11 +205,11 @@ class Units:
         if not self._open:
             unit.free()
 
-    # ---- as a whole
+    # ---- whole parameters
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Have all parameters, and keep what is done to them. All ranks enter it."""
+        """Gather all parameters, and keep changes to them. All ranks enter it."""
         self._open_whole()
         try:
             yield
@@ -218,7 +218,7 @@ class Units:
 
     @contextmanager
     def in_shards(self) -> Iterator[None]:
-        """Inside, the module's state_dict() and load_state_dict() leave alone what is in shards."""
+        """Inside, the module's state_dict() and load_state_dict() skip sharded parameters."""
         self.keep_changes()
         self._left_in_shards = True
         try:
@@ -242,13 +242,13 @@ class Units:
             self._free(unit)
 
     def fill(self, write: Callable[[Unit, Sequence[nn.Module]], None]) -> None:
-        """Have parameters written unit by unit, with the modules that each has; last those in none. All ranks call it.
-        The root is there throughout: units may share its parameters."""
+        """Write parameters unit by unit, with the modules of each unit; the root comes last. All ranks call it.
+        The root stays gathered throughout: units may share its parameters."""
         inside = [list(owner.modules()) for owner in self._modules]
         rest = set(self._module.modules()).difference(*inside)
         done: set[nn.Module] = set()
         self._open_unit(self._root)
-        # Those inside others first, and so each module with the unit that has its parameters.
+        # Inner units first, so that each module belongs to the unit that holds its parameters.
         for unit, modules in sorted(zip(self._units[:-1], inside, strict=True), key=lambda pair: len(pair[1])):
             self._open_unit(unit)
             write(unit, [owner for owner in modules if owner not in done])
@@ -269,14 +269,14 @@ class Units:
         self._free(unit)
 
     def keep_changes(self) -> None:
-        """Take over what was done to parameters that someone has asked to have as a whole."""
+        """Store changes to parameters that were gathered as a whole."""
         if self._open:
             with torch.no_grad():
                 for unit in self._units:
                     unit.keep_changes()
 
     def _after_state(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """The memory of parameters is about to be freed: what was read from them becomes a copy."""
+        """The memory of parameters is about to be freed: copy the entries that were read from them."""
         if self._left_in_shards:
             return
         for key, value in state.items():
@@ -293,7 +293,7 @@ def make_units(
     cuts: Sequence[Sequence[int]],
     group: Subgroup,
 ) -> Units:
-    """`indices`: of the parameters of each of `modules`, and last of those in none of them."""
+    """`indices`: of the parameters of each of `modules`, and last of the root."""
     places = places_of(module)
     names = {id(owner): name for name, owner in module.named_modules()}
     units = []

@@ -1,8 +1,8 @@
-"""torch.compile leaves the code of replicas alone, as it does that of torch's own class.
+"""Keeps torch.compile out of the code of replicas, as it stays out of torch's own class.
 
-torch's class lies in a file that Dynamo skips. Ours does not, so every function of the core is marked, in two ways: for
-Dynamo that comes by a frame, and for Dynamo that would inline a call. What is below, such as the forward of the wrapped
-module and the hooks of users, is compiled as ever. Neither needs torch._dynamo, whose import takes a second.
+torch's class is in a file that Dynamo skips. paceline's is not, so every function of the core is marked in two ways:
+for Dynamo entering a frame, and for Dynamo inlining a call. Calls below it, such as the forward of the wrapped module
+and user hooks, are compiled as usual. Neither mark needs torch._dynamo, whose import takes a second.
 """
 
 import sys
@@ -13,13 +13,13 @@ from typing import Any
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-# What runs in a step of anyone's. The reference trainer is not among it: its model is to be compiled.
+# The packages that run in every training step. The reference trainer is excluded: its model should be compiled.
 _CORE = ("agree", "bucket_plan", "collectives", "kernels", "layout", "reducer", "replica", "strategies", "trace")
 
 # Called by torch's own forward and hook, which Dynamo inlines where `optimize_ddp="python_reducer"` was chosen.
 _TRACED = ("require_backward_grad_sync", "before_module", "run_module", "after_module")
 
-_WHY = "a DistributedDataParallel works outside of graphs"
+_WHY = "a DistributedDataParallel works outside graphs"
 
 
 def keep_out_of_graphs() -> None:
@@ -41,7 +41,7 @@ def _mark_module(name: str) -> None:
                 if function.__code__.co_filename in (
                     module.__file__,
                     "<string>",
-                ):  # else a decorator's, which others use
+                ):  # otherwise it is a decorator's, which others use
                     _skip(function.__code__)
 
 
@@ -69,14 +69,14 @@ def _skip(code: CodeType) -> None:
 
 
 def frames_compiled() -> int:
-    """How many functions torch.compile has looked at in this process."""
+    """The number of functions that torch.compile has processed in this process."""
     return int(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0))
 
 
 def before_compiling(call: Callable[[Any], None]) -> Callable[[], None]:
-    """Have `call` called when torch.compile is about to look at a function. Returns what takes that back."""
+    """Call `call` when torch.compile is about to process a function. Returns a function that undoes this."""
     handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    if handler is None:  # it was not loaded
+    if handler is None:  # it is not loaded
         return lambda: None
     callbacks = handler.start_callbacks
     callbacks.append(call)

@@ -1,4 +1,4 @@
-"""One gather of updated parameters: under way, waited for by whoever uses one of them, there, or lost."""
+"""One gather of updated parameters: in progress, awaited by users of a parameter, complete, or failed."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -20,15 +20,15 @@ class GatherState(Enum):
 
     DONE = auto()  # the parameters have their values
     STARTED = auto()  # they may be in the middle of being written
-    PENDING = auto()  # the same, and whoever uses one waits
-    FAILED = auto()  # they will never have them: whoever uses one is told
+    PENDING = auto()  # the same, and any use waits
+    FAILED = auto()  # they will never get them: any use raises
 
 
 _NEXT_STATES = {
     GatherState.DONE: (GatherState.STARTED,),
     GatherState.STARTED: (GatherState.PENDING, GatherState.DONE),
     GatherState.PENDING: (GatherState.DONE, GatherState.FAILED),
-    GatherState.FAILED: (GatherState.DONE,),  # when other ranks have taken the place of those that were lost
+    GatherState.FAILED: (GatherState.DONE,),  # when lost ranks have been replaced
 }
 
 
@@ -36,14 +36,14 @@ class UpdateGather:
     """One gather: some parameters, which all ranks have updated in parts."""
 
     def __init__(self, shards: Sequence[Shard], make: Callable[[Mapping[int, torch.Tensor]], BlockGather]) -> None:
-        """`make` makes a gather of tensors that are cut like those of `shards`, in their memory."""
+        """`make` creates a gather of tensors that are cut like those of `shards`, in place."""
         self._shards = list(shards)
         self.params = [shard.param for shard in shards]
         self._memory = [param.untyped_storage() for param in self.params]
         before = [_uses_of(memory) for memory in self._memory]
         self._gather = make(dict(enumerate(self.params)))
         views = [_uses_of(memory) - uses for memory, uses in zip(self._memory, before, strict=True)]
-        # By the parameter and whoever asks, by what its optimizer updates, unless that is wider, and by our own views.
+        # References: the parameter, the caller, the optimizer's tensor unless it is wider, and paceline's own views.
         self._uses = [_uses_by_one() + 1 + count for count in views]
         self._queued: QueuedWork | None = None
         self._stepped_on: torch.cuda.Stream | None = None
@@ -59,8 +59,8 @@ class UpdateGather:
         self._gather.start(group)
 
     def queue(self, group: Group, side: SideStream, following: "UpdateGather | None" = None) -> None:
-        """Start it on a stream of its own, where that is all that the host has to do. What this rank brings to the
-        `following` one is on its way before this one is waited for: so the link never rests."""
+        """Start it on a stream of its own, if that is all that the host has to do. This rank's part of the `following`
+        gather is sent before this one is waited for, so that the link is never idle."""
         self._move(GatherState.STARTED)
         device = self.params[0].device
         self._stepped_on = torch.cuda.current_stream(device)
@@ -75,7 +75,7 @@ class UpdateGather:
         yield from ()
 
     def unseen(self, opaque: Set[int]) -> bool:
-        """Whether somebody could use the parameters without being noticed."""
+        """Whether code could use the parameters without being detected."""
         return (
             any(type(param) is not nn.Parameter for param in self.params)
             or not opaque.isdisjoint(map(id, self.params))
@@ -87,20 +87,20 @@ class UpdateGather:
         return any(_uses_of(memory) != uses - shard.has_master for shard, memory, uses in found)
 
     def make_pending(self, wait: Callable[["UpdateGather"], None]) -> None:
-        """From now on whoever uses a parameter waits, by calling `wait`."""
+        """From now on any use of a parameter first calls `wait`."""
         self._move(GatherState.PENDING)
         if self._class is None:
             self._class = pending_class(lambda: wait(self))
-        torch.autograd.graph.increment_version(self.params)  # a backward through what was computed before must not run
+        torch.autograd.graph.increment_version(self.params)  # a backward through earlier results must not run
         for param in self.params:
             param.__class__ = self._class
 
     def finish(self, group: Group) -> None:
-        """Wait for the values, if they are not there."""
+        """Wait for the values, if they have not arrived."""
         if self.state is GatherState.DONE:
             return
         if self._failure is not None:
-            raise copy.copy(self._failure)  # without a traceback, which would keep what the first one to fail has used
+            raise copy.copy(self._failure)  # without a traceback, which would keep objects of the first failure alive
         try:
             with torch.no_grad():
                 self._arrive(group)
@@ -119,18 +119,18 @@ class UpdateGather:
     def _arrive(self, group: Group) -> None:
         if self._queued is None:
             self._gather.finish(group, self._what)
-        elif not torch.cuda.is_current_stream_capturing():  # whoever begins to capture waits for the device
+        elif not torch.cuda.is_current_stream_capturing():  # starting a capture waits for the device
             self._queued.wait(0.0)
-            with torch.cuda.stream(self._stepped_on):  # who uses it on another stream has ordered that after this one
+            with torch.cuda.stream(self._stepped_on):  # uses on another stream are ordered after this one
                 self._queued.wait(0.0)
         self._queued = None
 
     def comes(self, group: Group, seconds: float) -> bool:
-        """Whether the values are there within so many seconds."""
+        """Whether the values arrive within `seconds`."""
         return self._queued is not None or self._gather.comes(group, self._what, max(seconds, 0.0))
 
     def lose(self, error: Exception, wait: Callable[["UpdateGather"], None]) -> None:
-        """Ranks were lost before the values of an update were gathered: whoever uses one of them is told."""
+        """Ranks were lost before the values of an update were gathered: any use of them raises."""
         if self.state is GatherState.DONE:
             self._move(GatherState.STARTED)
         if self.state is GatherState.STARTED:
@@ -139,7 +139,7 @@ class UpdateGather:
             self.fail(error)
 
     def forget(self) -> None:
-        """Its group is no more: drop what is under way. What the parameters hold is nobody's concern here."""
+        """The group has ended: drop the gather. The parameters' contents are the caller's concern."""
         self._gather.forget()
         self._queued = self._failure = None
         if self.state is not GatherState.DONE:
@@ -147,7 +147,7 @@ class UpdateGather:
             self._give_back_class()
 
     def fail(self, error: Exception) -> None:
-        """Whoever uses one of the parameters from now on is told why it has no values."""
+        """From now on any use of the parameters raises the reason why they have no values."""
         self._move(GatherState.FAILED)
         self._failure = copy.copy(error)
 
@@ -158,7 +158,7 @@ class UpdateGather:
 
 
 def _uses_of(memory: torch.UntypedStorage) -> int:
-    """How many tensors look at it, and this object."""
+    """The number of references to the storage: tensors, and this object."""
     return torch._C._storage_Use_Count(memory._cdata)
 
 

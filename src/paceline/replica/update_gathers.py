@@ -1,19 +1,19 @@
-"""Under "zero1" and "zero2": updated parameters come from the other ranks while this one goes on.
+"""Under "zero1" and "zero2": updated parameters are gathered from other ranks while this rank continues.
 
     step()   update the own blocks ─ start all gathers ─┐
     forward                               unit 0 waits ─ runs ─ unit 1 waits ─ runs …
 
 Every rank starts the same gathers at the end of the same step, in the order in which modules were registered. Nothing
-of what follows may see a parameter before its values are there.
+that follows may read a parameter before its values have arrived.
 
-Note: who waits for a gather
+Note: what waits for a gather
 ----------------------------
-Modules do, whole units at a time, before their forward: then no code of theirs sees anything unusual, be it Python or
-C++. Whoever else uses a parameter from Python waits there: see `pending_parameter.py`. What neither of them would
-notice is not left to chance. A parameter is gathered inside the step if something besides us looks at its memory, such
-as a view that was made before, or if it belongs to code that nobody can look into: a ScriptModule, a compiled module, a
-CUDA graph. So are all of them where the calling thread moves the bytes, which then saves nothing, and once something
-has been compiled since the replica was made.
+Modules do, whole units at a time, before their forward: so their code, in Python or C++, sees nothing unusual. Any
+other use of a parameter from Python waits too: see `pending_parameter.py`. Uses that neither of these would detect are
+handled in advance. A parameter is gathered inside the step if another object refers to its memory, such as an earlier
+view, or if it belongs to opaque code: a ScriptModule, a compiled module, a CUDA graph. All parameters are, if the
+calling thread itself moves the bytes, which then saves nothing, and once something has been compiled since the replica
+was created.
 """
 
 import copy
@@ -40,7 +40,7 @@ from paceline.strategies.multi_step import SideStream
 
 logger = logging.getLogger("paceline")
 
-LAST_WAIT_S = 5.0  # of a rank that an error has ended, for what ranks have yet to send each other
+LAST_WAIT_S = 5.0  # of a rank that ends with an error, for outstanding messages between ranks
 
 
 class UpdateGathers:
@@ -55,29 +55,29 @@ class UpdateGathers:
         self._waiting: list[tuple[weakref.ref[nn.Module], list[UpdateGather]]] = []
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.RLock()
-        self._thread = 0  # that makes the updates
+        self._thread = 0  # the thread that makes the updates
         self._compiled_before = frames_compiled()
-        self._replayed = False  # something of the module may run that no hook of a module hears of
+        self._replayed = False  # parts of the module may run without module hooks
         self._heeds_compiling: Callable[[], None] | None = None
         self._outlives = False  # its ranks: see `outlive`
-        self._lost: PacelineError | None = None  # why parameters lack what others have made of them
+        self._lost: PacelineError | None = None  # why parameters lack updates of other ranks
 
     def gather(self, gathers: Sequence[UpdateGather]) -> None:
-        """Gather these from now on: those before were of memory that parameters have no more."""
+        """Use these gathers from now on: the previous ones refer to memory that parameters no longer have."""
         self._gathers = list(gathers)
         module = self._module()
         self._waiting = [] if module is None else _who_waits(module, self._gathers)
 
-    # ---- in a job that outlives its ranks
+    # ---- in an elastic job
 
     def outlive(self) -> None:
-        """Ranks may be lost without the training: an update is not broken off by that, and whoever uses a parameter
-        next is told. What is lacking then is gathered in the next generation."""
+        """Training survives the loss of ranks: a loss does not interrupt an update, and the next use of a parameter
+        raises the error. Missing values are gathered in the next generation."""
         self._outlives = True
 
     def move(self, group: Group) -> bool:
-        """Go on over another group: drop what is under way. Returns whether parameters may lack what ranks have made of
-        them. On a device that is not known: a gather that is queued counts as done, and may have been broken off."""
+        """Continue with another group: drop gathers in progress. Returns whether parameters may lack updates of other
+        ranks. On a device that is unknown: a queued gather counts as done, but may have been interrupted."""
         with self._lock:
             lacks = self._lost is not None or any(gather.state is not GatherState.DONE for gather in self._gathers)
             for gather in self._gathers:
@@ -89,8 +89,8 @@ class UpdateGathers:
     # ---- after an update
 
     def follow_update(self) -> None:
-        """This rank's blocks have been updated: have those of all ranks in the parameters, at once or as soon as they
-        are used. All ranks call it."""
+        """After an update of this rank's blocks: gather those of all ranks, at once or as soon as they are used. All
+        ranks call it."""
         try:
             self._follow_update()
         except PacelineError as error:
@@ -122,7 +122,7 @@ class UpdateGathers:
             self._hook()
 
     def _can_wait(self) -> bool:
-        """Whether there is something to win, and nobody who would not be noticed."""
+        """Whether waiting later gains anything, and every use would be detected."""
         traits = self._group.transport.traits(self._device)
         if traits.single or traits.progress_on_caller:
             return False
@@ -133,7 +133,7 @@ class UpdateGathers:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def gather_now(self) -> None:
-        """Have the blocks of all ranks in the parameters. All ranks call it. Two at a time: they take memory."""
+        """Gather the blocks of all ranks now. All ranks call it. Two at a time, to limit memory."""
         for gather, following in zip_longest(self._gathers, self._gathers[1:]):
             if gather.state is GatherState.DONE:
                 gather.start(self._group)
@@ -142,7 +142,7 @@ class UpdateGathers:
             gather.finish(self._group)
 
     def _hook(self) -> None:
-        """Only while something is pending: modules with hooks are compiled and captured in another way."""
+        """Only while something is pending: modules with hooks are compiled and captured differently."""
         if not any(gather.state is GatherState.PENDING for gather in self._gathers):
             return
         for owner, gathers in self._waiting:
@@ -156,11 +156,11 @@ class UpdateGathers:
     # ---- when a parameter is used
 
     def wait(self) -> None:
-        """Have the values of all parameters."""
+        """Wait for the values of all parameters."""
         self._wait_for(*self._gathers)
 
     def before_forward(self) -> None:
-        """The replica is about to run. A CUDA graph that is captured will run again without us."""
+        """The replica is about to run. A captured CUDA graph will run again without this code."""
         if self._lost is not None:
             raise copy.copy(self._lost)
         self._replayed = self._replayed or self._captures()
@@ -176,7 +176,7 @@ class UpdateGathers:
                 self._unhook()
 
     def _before_forward(self, gathers: Sequence[UpdateGather], module: nn.Module, _: Any) -> None:
-        # What is evaluated may choose its kernels by whether a parameter is an ordinary one, also of modules inside.
+        # Evaluation may choose kernels by the class of parameters, also in nested modules.
         self._wait_for(*(gathers if module.training else self._gathers))
 
     def _before_compiling(self, _: Any) -> None:
@@ -192,10 +192,10 @@ class UpdateGathers:
             self._heeds_compiling = None
 
     def close(self) -> None:
-        """The replica is let go of, and soon its group: complete what ranks have yet to send each other, as the step
-        would have done. After an error, which others may not survive, only what comes within a moment."""
+        """The replica is released, and soon its group: complete outstanding messages between ranks, as the step
+        would have done. After an error, which others may not survive, wait only briefly."""
         failed = hasattr(sys, "last_value")
-        # Python may let go of a replica on any thread, such as that of another rank: it cannot wait there for itself.
+        # Python may release a replica on any thread, such as that of another rank, where it cannot wait.
         waits = threading.get_ident() == self._thread
         until = time.monotonic() + (LAST_WAIT_S if waits else 0.0)
         with self._lock:
@@ -206,15 +206,15 @@ class UpdateGathers:
                     if (waits and not failed) or gather.comes(self._group, until - time.monotonic()):
                         gather.finish(self._group)
                 except PacelineError as error:
-                    logger.warning("a replica was let go of before its last update was complete: %s", error)
+                    logger.warning("a replica was released before its last update was complete: %s", error)
             self._unhook()
 
 
 def _who_waits(
     module: nn.Module, gathers: Sequence[UpdateGather]
 ) -> list[tuple["weakref.ref[nn.Module]", list[UpdateGather]]]:
-    """The modules that wait before their forward, each with its gathers: a unit for all that it has, the module itself,
-    and others for what is their own."""
+    """The modules that wait before their forward, with their gathers: a unit for all of its parameters, the module
+    itself, and others for their own."""
     of = {id(param): gather for gather in gathers for param in gather.params}
     units = set(find_units(module, None))
     inside = {inner for unit in units for inner in unit.modules()} - units
@@ -230,7 +230,7 @@ def _who_waits(
 
 
 def _opaque_parameters(module: nn.Module) -> set[int]:
-    """The ids of parameters in modules that run as a whole, so that nobody hears of it when they use one."""
+    """The ids of parameters in modules that run as a whole, so that uses are not detected."""
     compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     whole = (torch.jit.ScriptModule, compiled)
     found: set[int] = set()

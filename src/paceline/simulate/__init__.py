@@ -1,1 +1,2 @@
-"""How much of the time a job of very many ranks trains, with recovery in memory and with restarts. Needs no torch."""
+"""The share of time that a job of very many ranks spends training, with recovery in memory and with restarts. Needs no
+torch."""

@@ -10,7 +10,7 @@ COLOURS = {Way.MEMORY: "#0b6e4f", Way.RESTART: "#8d99ae"}
 
 
 def draw(result: Simulation, file: Path) -> None:
-    """Goodput by the number of ranks, a line for each way."""
+    """Goodput by the number of ranks, one line for each way."""
     # Not pyplot: it keeps state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

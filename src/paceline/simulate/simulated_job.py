@@ -2,8 +2,8 @@
 
 Two ways to recover. RESTART: all ranks are started again and continue from the newest checkpoint. MEMORY: the survivors
 form a new group and run the step again; only after failures that leave no rank whole do they restart. Failures are a
-Poisson process whose rate does not depend on what the job does, so they also come during a recovery, which then begins
-anew.
+Poisson process whose rate does not depend on what the job does, so they also occur during a recovery, which then starts
+over.
 """
 
 import heapq
@@ -24,14 +24,14 @@ class Way(Enum):
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the time of one job, in seconds."""
+    """How the time of one job was spent, in seconds."""
 
     wall_s: float = 0.0
     useful_s: float = 0.0  # of steps at full strength that were kept
     stalled_s: float = 0.0  # nothing ran
     redone_s: float = 0.0  # of steps that were lost
     saving_s: float = 0.0
-    slower_s: float = 0.0  # what missing ranks have cost the others
+    slower_s: float = 0.0  # time that missing ranks cost the others
     failures: int = 0
 
     @property
@@ -46,7 +46,7 @@ def simulate(settings: SimulationSettings, ranks: int, way: Way, seed: int) -> O
 
 
 def save_interval_s(settings: SimulationSettings, ranks: int, way: Way) -> float:
-    """Between two checkpoints. If not given, what costs least: the first-order optimum (Young)."""
+    """Seconds between two checkpoints. If not given, the first-order optimum (Young)."""
     if settings.save_every:
         return settings.save_every * 60
     rate = settings.failures_per_second(ranks) * (settings.all_fail if way is Way.MEMORY else 1.0)
@@ -86,7 +86,7 @@ class _Job:
         return moment + self._drawn.expovariate(self._rate) if self._rate else math.inf
 
     def _speed(self) -> float:
-        """Of full speed: who runs most lanes decides."""
+        """The share of full speed: the rank with the most lanes decides."""
         present = self._ranks - self._missing * self._settings.node
         lanes = self._settings.lanes_per_rank * self._ranks
         return self._settings.lanes_per_rank / math.ceil(lanes / max(1, present))
@@ -99,11 +99,11 @@ class _Job:
         self._now += seconds
 
     def _save(self) -> None:
-        """The checkpoint holds what was trained when it began; a failure meanwhile is one before it."""
+        """The checkpoint holds the state at its start; after a failure during the save it does not exist."""
         took = min(self._settings.save, self._next_failure - self._now)
         self._now += took
         self._seen.saving_s += took
-        self._next_save = math.inf  # set anew by the failure
+        self._next_save = math.inf  # the failure sets it anew
         if took == self._settings.save:
             self._unsaved = 0.0
             self._next_save = self._now + self._interval
@@ -112,7 +112,7 @@ class _Job:
         lost_all = self._break_node()
         lost = self._lose(lost_all)
         began, stall = self._now, self._stall(lost_all)
-        while self._next_failure < self._now + stall:  # it begins anew
+        while self._next_failure < self._now + stall:  # recovery starts over
             self._now = self._next_failure
             lost_all = self._break_node() or lost_all
             lost += self._lose(lost_all)
@@ -123,7 +123,7 @@ class _Job:
         self._seen.redone_s += lost
 
     def _break_node(self) -> bool:
-        """Returns whether no rank is whole any more."""
+        """Returns True if no rank is intact any more."""
         self._seen.failures += 1
         self._next_failure = self._after(self._now)
         if self._spares:
@@ -134,7 +134,7 @@ class _Job:
         return self._way is Way.RESTART or self._drawn.random() < self._settings.all_fail
 
     def _lose(self, lost_all: bool) -> float:
-        """Give up what was trained since the last checkpoint, or the step that ran."""
+        """Drop what was trained since the last checkpoint, or the current step."""
         lost = self._unsaved if lost_all else min(self._unsaved, self._drawn.random() * self._settings.step)
         self._unsaved -= lost
         self._seen.useful_s -= lost

@@ -1,4 +1,4 @@
-"""What the simulated jobs have come to: figures, as text and for JSON."""
+"""The results of simulated jobs: figures, as text and for JSON."""
 
 from dataclasses import asdict, dataclass
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""Forming the world, leaving it, and asking it simple questions."""
+"""Forming the world, leaving it, and simple queries about it."""
 
 from paceline.start.lifecycle import get, init, shutdown
 

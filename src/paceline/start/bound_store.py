@@ -1,4 +1,4 @@
-"""Who can connect to what this process opens for its group: the store, and gloo."""
+"""The addresses at which this process listens for its group: the store, and gloo."""
 
 import errno
 import os
@@ -17,9 +17,9 @@ LOOPBACK_INTERFACE = "lo"
 def host_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     """A store that listens at `address` and nowhere else, at any free port for 0. Raises OSError or DistNetworkError.
 
-    Left to itself torch's store listens on all interfaces and trusts whoever connects. It has to where `address` is a
-    name, which may stand for something else on another machine, or, behind an address translation, not one of this
-    machine's.
+    By default torch's store listens on all interfaces and trusts every client. It must do so where `address` is a host
+    name, which may mean something else on another machine or, behind an address translation, not belong to this
+    machine.
     """
     listener = _listener(address, port)
     if listener is not None:
@@ -53,7 +53,7 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nobody on another machine can be meant."""
+    """Whether an address is only reachable from this machine."""
     try:
         return ip_address(address).is_loopback
     except ValueError:
@@ -62,10 +62,10 @@ def is_loopback(address: str) -> bool:
 
 @contextmanager
 def gloo_on_loopback(wanted: bool) -> Iterator[None]:
-    """gloo groups that are formed inside listen on loopback, if that is `wanted` and the user has named no interface.
+    """Make gloo groups formed inside listen on loopback, if `wanted` and unless the user has named an interface.
 
-    By itself gloo listens where this machine's name leads, which is often its address in the network; and torch takes
-    no other way to say it than a variable.
+    By default gloo listens at the address of this machine's host name, which is often its network address; a variable
+    is the only way to tell torch otherwise.
     """
     if not wanted or os.environ.get(_INTERFACE):
         yield

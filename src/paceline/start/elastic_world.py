@@ -25,12 +25,12 @@ from paceline.world import World
 from paceline.world.environment import Variables
 
 SLICE_S = 0.05
-MEET_S = 30.0  # for the members of a generation to come to its store; a death among them is known at once
-CONNECT_S = 10.0  # gloo connects in one call, which nothing interrupts
+MEET_S = 30.0  # for the members of a generation to reach its store; the death of one is known at once
+CONNECT_S = 10.0  # gloo connects in one call, which cannot be interrupted
 
 
 class ElasticWorld(World):
-    """Rank and size follow the generation. Before the first there are none."""
+    """Rank and size follow the generation. Before the first generation they are undefined."""
 
     def __init__(self, device_name: str = "") -> None:
         variables = Variables(os.environ)
@@ -68,17 +68,17 @@ def check_formed(what: str) -> None:
     """Raise IllegalMove before the first generation."""
     if not dist.is_initialized():
         raise IllegalMove(
-            f"the {what} of a member of an elastic job is known when paceline.Elastic(model=..., optimizer=..., ...) "
-            f"has been made: make it first"
+            f"the {what} of a member of an elastic job is known once paceline.Elastic(model=..., optimizer=..., ...) "
+            f"has been created: create it first"
         )
 
 
 def elastic_world(device: torch.device | None, **given: object) -> World:
-    """What `init` returns in an elastic job. Nothing is formed: `Elastic` does that, for each generation."""
+    """What `init` returns in an elastic job. It forms no group: `Elastic` does that, for each generation."""
     if named := [name for name, value in given.items() if value is not None]:
         raise UsageError(
-            f"init({named[0]}=...) cannot be told to a member of an elastic job, whose world changes: leave it out"
-            + (", and give it to paceline.Elastic" if named[0] == "backend" else "")
+            f"init({named[0]}=...) cannot be used in an elastic job, whose world changes: leave it out"
+            + (", and pass it to paceline.Elastic" if named[0] == "backend" else "")
         )
     world = ElasticWorld("" if device is None else str(device))
     object.__setattr__(world, "device_name", str(world.device))
@@ -88,7 +88,7 @@ def elastic_world(device: torch.device | None, **given: object) -> World:
 def form_generation(
     member: Member, generation: Generation, backend: str | None, device: torch.device
 ) -> tuple[Identity, ...]:
-    """Form the default group of a generation; that of the one before was left. Returns the processes of the others.
+    """Form the default group of a generation; the previous one has been left. Returns the processes of the others.
     Raises PeerLost when a member leaves meanwhile."""
     rank, size = generation.rank_of(member.id), generation.size
     store, others = (HashStore(), ()) if size == 1 else _Meeting(member, generation).meet()
@@ -104,8 +104,8 @@ def form_generation(
 
 
 def leave_generation(others: Iterable[Identity]) -> None:
-    """Leave the default group, which may be broken. `others`: the processes that were in it. What is left between them
-    and this one is severed: nothing can wait for a rank that comes no more, and gloo lets go of its memory."""
+    """Leave the default group, which may be broken. `others`: the processes that were in it. Remaining connections to
+    them are severed, so that nothing waits for a rank that will not come, and gloo frees its memory."""
     here = Identity.own().host
     elsewhere = {other.address for other in others if other.host != here and other.address}
     ports = ports_of(other.pid for other in others if other.host == here and other.state() != "dead")
@@ -114,7 +114,7 @@ def leave_generation(others: Iterable[Identity]) -> None:
 
 
 class _Meeting:
-    """How the members of one generation come to one store, which the first of them holds."""
+    """The rendezvous of a generation at one store, which its first member runs."""
 
     def __init__(self, member: Member, generation: Generation) -> None:
         self._member = member
@@ -122,18 +122,18 @@ class _Meeting:
         self._deadline = time.monotonic() + MEET_S
 
     def meet(self) -> tuple[Store, tuple[Identity, ...]]:
-        """The store, when all members have come to it: gloo would wait in its constructor for one that has died. And
-        the processes of the others."""
+        """The store, once all members have reached it, and the processes of the others. Without this wait gloo would
+        wait in its constructor for a member that has died."""
         generation, rank = self._generation, self._generation.rank_of(self._member.id)
         store = self._host() if rank == 0 else self._reach()
-        # Its port may have been that of an older store: a member that comes late still says nothing to this generation.
+        # Its port may have belonged to an older store: a late member must not write into this generation.
         own = PrefixStore(f"generation {generation.number}", store)
         arrived = PrefixStore("arrived", own)
         self._call(lambda: arrived.set(str(rank), Identity.own().encode()))
         keys = [str(other) for other in range(generation.size)]
         while not self._call(lambda: arrived.check(keys)):
             time.sleep(0.002)
-            self._check("came to its store")
+            self._check("reached its store")
         told = self._call(lambda: arrived.multi_get([key for key in keys if key != str(rank)]))
         store.set_timeout(STORE_TIMEOUT)
         try:
@@ -155,7 +155,7 @@ class _Meeting:
         return found
 
     def _call(self, call: Callable[[], Any]) -> Any:
-        """On a thread: a store whose host has just died blocks its caller."""
+        """Call on a thread: a store whose host has just died blocks its caller."""
         running: StoreCall[Any] = StoreCall(lambda _: call())
         try:
             while not running.wait(SLICE_S):
@@ -165,14 +165,14 @@ class _Meeting:
             if isinstance(error, PeerLost):
                 raise
             raise PeerLost(
-                f"member {self._member.id}: the store of generation {self._generation.number} is gone: {error}"
+                f"member {self._member.id}: the store of generation {self._generation.number} has ended: {error}"
             ) from error
 
     def _check(self, what: str) -> None:
         number = self._generation.number
         if left := self._member.ended(number):
             who = "; ".join(f"member {one.member} {one.reason}" for one in left)
-            raise PeerLost(f"generation {number} is over before it was formed: {who}")
+            raise PeerLost(f"generation {number} ended before it was formed: {who}")
         if time.monotonic() > self._deadline:
             raise PeerLost(
                 f"generation {number}: not all of its {self._generation.size} members {what} within {MEET_S:g} s"

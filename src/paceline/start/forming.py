@@ -1,4 +1,4 @@
-"""Forming torch's default process group, and what has to be done when that failed."""
+"""Forming torch's default process group, and the cleanup after that has failed."""
 
 from datetime import timedelta
 
@@ -8,7 +8,7 @@ from torch.distributed import Store
 
 
 def default_backend(device: torch.device) -> str:
-    """A rank that was told to stay on the CPU needs no NCCL, which does not allow two ranks on one GPU."""
+    """A rank that is set to use the CPU needs no NCCL, which does not allow two ranks on one GPU."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
@@ -21,7 +21,7 @@ def form_group(store: Store, rank: int, size: int, backend: str, device: torch.d
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=within_s),
-            # NCCL then connects here, where a failure is told as one, and not inside the first backward.
+            # NCCL then connects here, where a failure is reported clearly, and not inside the first backward.
             device_id=device if device.type == "cuda" and "nccl" in backend else None,
         )
     except (RuntimeError, ValueError):
@@ -38,15 +38,15 @@ def leave_group() -> None:
     if dist.is_initialized():
         try:
             dist.destroy_process_group()
-        except RuntimeError:  # it is too broken to be left
+        except RuntimeError:  # it is too damaged to be destroyed
             forget_failed_group()
 
 
 def forget_failed_group() -> None:
-    """Have torch start to count groups anew, after one that failed or cannot be destroyed.
+    """Reset torch's count of groups, after one that failed or cannot be destroyed.
 
-    It names the next one by the count: this rank would never again find ranks that counted otherwise. Destroying a
-    default group, even of one rank, starts the count anew.
+    The count names the next group: this rank would never again find ranks with another count. Destroying a
+    default group, even of one rank, resets the count.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -35,7 +35,7 @@ def init(
     """Form the world and return this process's place in it.
 
     Everything is read from the launcher's environment; an argument wins over a variable. With no launcher it is a
-    world of one. The device is CUDA device number `local_rank` where there is one (it is made the current device),
+    world of one. The device is CUDA device number `local_rank` if there is one (it becomes the current device),
     else the CPU; `device="cuda"` asks for the same one. The backend is gloo for CPU tensors and, on a CUDA device, NCCL
     for CUDA tensors.
 
@@ -43,7 +43,7 @@ def init(
     returns the world that is already there.
 
     In an elastic job nothing is formed here: `paceline.Elastic` does it, for each generation, and the world that is
-    returned follows. Its device stays what it is.
+    returned follows it. Its device does not change.
     """
     _check_arguments(backend, timeout)
     if in_elastic_job():
@@ -69,7 +69,7 @@ def init(
         )
     chosen = _given_device(device) or world.device
     if not formed:
-        # All that can be refused has been: from here on others may wait for this rank.
+        # All arguments are checked: from now on other ranks may wait for this one.
         _form(world, backend or default_backend(chosen), timeout, chosen)
         own_progress().note_end(lambda: not dist.is_initialized())
     if chosen.type == "cuda":
@@ -85,7 +85,7 @@ def shutdown() -> None:
 
 
 def _leave_store() -> None:
-    """Have rank 0, whose process holds the store, leave last: others may still read there that it reached a barrier."""
+    """Let rank 0, whose process runs the store, leave last: others may still be reading from it."""
     store = dist.distributed_c10d._get_default_store()
     deadline = time.monotonic() + LEAVE_S
     try:
@@ -94,7 +94,7 @@ def _leave_store() -> None:
         while dist.get_rank() == 0 and left < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.002)
             left = store.add("paceline left", 0)
-    except (RuntimeError, ValueError):  # the store is gone already, or is one that cannot count: nobody waits there
+    except (RuntimeError, ValueError):  # the store has ended, or cannot count: no rank waits there
         return
 
 
@@ -138,7 +138,7 @@ def _check_arguments(backend: str | None, timeout: float) -> None:
 
 
 def _given_device(device: torch.device | str | None) -> torch.device | None:
-    """The device that a script asks for. None: the one of this rank, which "cuda" without a number asks for too."""
+    """The device that a script asks for. None, and "cuda" without a number: this rank's own."""
     if device is None:
         return None
     try:
@@ -154,7 +154,7 @@ def _form(world: World, backend: str, timeout: float, device: torch.device) -> N
     started = time.monotonic()
     store = rendezvous(world, timeout)
     # gloo connects inside the constructor and cannot be interrupted there; a rank that dies after it announced itself
-    # must not hold the others longer than they were told to wait.
+    # must not hold the others longer than their timeout.
     left = max(1.0, timeout - (time.monotonic() - started))
     try:
         with gloo_on_loopback(is_loopback(world.master_addr)):
@@ -167,7 +167,7 @@ def _form(world: World, backend: str, timeout: float, device: torch.device) -> N
 
 
 def _formed_world(local_rank: int | None = None) -> World:
-    """The world of the process group that exists, whoever formed it."""
+    """The world of the existing process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World.from_env(local_rank=local_rank)
     if (world.rank, world.size) != (rank, size):

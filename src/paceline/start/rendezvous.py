@@ -1,7 +1,7 @@
 """How the ranks of a world find each other before there is a process group.
 
-Every rank announces itself in a store at rank 0, rank 0 makes one decision for all, and nobody waits without an end:
-the decision is "go", or says who is missing. All waiting is in short slices, so Ctrl-C ends it.
+Every rank announces itself in a store at rank 0, and rank 0 makes one decision for all: "go", or which ranks are
+missing. Every wait is bounded, and in short slices, so Ctrl-C ends it.
 """
 
 import json
@@ -24,22 +24,22 @@ from paceline.world import World
 T = TypeVar("T")
 
 SLICE_S = 0.05
-# How long one handshake with a store may take before it is tried anew, and how long a refusing rank 0 keeps its store
+# How long one handshake with a store may take before it is tried again, and how long a refusing rank 0 keeps its store
 # open so that the others can read why.
 HANDSHAKE_S = 5.0
 READ_S = 2.0
-# Ranks start to count at different times: a rank accepts the decision of rank 0 this long after its own timeout.
+# Ranks start at different times: a rank accepts the decision of rank 0 this long after its own timeout.
 GRACE_S = 1.0
-# What torch gives the store of a group that it forms itself.
+# torch's timeout for the store of a group that it forms itself.
 STORE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class _Decision:
-    """The world forms if no rank is missing and all say that it has the same size."""
+    """The world forms if no rank is missing and all report the same size."""
 
     missing: list[int]
-    sizes: list[tuple[int, int]]  # what ranks say: (rank, size of the world)
+    sizes: list[tuple[int, int]]  # as reported: (rank, size of the world)
 
 
 def rendezvous(world: World, timeout_s: float) -> Store:
@@ -55,7 +55,7 @@ def rendezvous(world: World, timeout_s: float) -> Store:
     try:
         return _rendezvous_in_store(world, time.monotonic() + timeout_s, timeout_s)
     except (WorldError, KeyboardInterrupt) as error:
-        # The frames below hold the store, and with it an open port, for as long as someone keeps the traceback.
+        # The frames below hold the store, and with it an open port, for as long as the traceback is kept.
         raise error.with_traceback(None) from error.__cause__
 
 
@@ -65,7 +65,7 @@ def _rendezvous_in_store(world: World, deadline: float, timeout_s: float) -> Sto
         try:
             agreed = _Rendezvous(store, world, timeout_s).wait(deadline)
         except DistNetworkError:
-            # An earlier world's store at the same address went away under us. The next one is on its way.
+            # The store was that of an earlier world at the same address, and has ended. The next one will follow.
             if world.rank == 0 or time.monotonic() > deadline:
                 raise
             continue
@@ -82,12 +82,12 @@ def _open_store(world: World, deadline: float, timeout_s: float) -> TCPStore:
         return _host_store(address, world.master_port, handshake)
     while True:
         _reach(world, address, deadline, timeout_s)
-        # On a thread: the constructor blocks, deaf to Ctrl-C, when something listens that does not answer.
+        # On a thread: the constructor blocks and ignores Ctrl-C if a listener does not answer.
         opening = StoreCall(lambda _: TCPStore(address, world.master_port, timeout=handshake, wait_for_workers=False))
         try:
             while not opening.wait(SLICE_S):
                 if time.monotonic() > deadline + GRACE_S:
-                    raise _unreachable(world, timeout_s, "something listens there, but does not answer as a store does")
+                    raise _unreachable(world, timeout_s, "a process listens there but does not answer like a store")
             return opening.result()
         except DistNetworkError as error:
             if time.monotonic() > deadline:
@@ -128,7 +128,7 @@ def _unreachable(world: World, timeout_s: float, reason: str) -> WorldNotFormed:
 
 
 def _numeric_if_loopback(address: str) -> str:
-    # Both sides must mean the same one of the several addresses that "localhost" may stand for.
+    # Both sides must use the same one of the several addresses that "localhost" may resolve to.
     return "127.0.0.1" if address.lower() == "localhost" else address
 
 
@@ -139,7 +139,7 @@ class _Rendezvous:
         self._world = world
         self._timeout_s = timeout_s
         # A torchrun agent keeps its store over restarts of the ranks, and one process may form several worlds in turn:
-        # neither may read what an earlier rendezvous left.
+        # neither may read entries of an earlier rendezvous.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._base = PrefixStore(f"paceline/{attempt}", store)
         self._claim_rank()
@@ -157,7 +157,7 @@ class _Rendezvous:
                 time.sleep(SLICE_S)
             self._apply(self._read("decision", _Decision))
         except DistNetworkError:
-            raise  # the store is gone, and the announcement with it
+            raise  # the store has ended, and the announcement with it
         except BaseException:
             self._withdraw()
             raise
@@ -181,7 +181,8 @@ class _Rendezvous:
             self._publish(_Decision(missing, []))
 
     def _follow(self, deadline: float) -> None:
-        """The others wait for the decision, and make it only when rank 0 would wait for ranks that cannot exist."""
+        """The others wait for the decision, and decide themselves only if rank 0 would wait for ranks that cannot
+        exist."""
         rank_0_is_there = self._store.check([self._rank_key(0)])
         size = self._read(self._rank_key(0), int) if rank_0_is_there else self._world.size
         if size != self._world.size:
@@ -193,13 +194,13 @@ class _Rendezvous:
         self._store.compare_set("decision", "", json.dumps(asdict(decision)))
 
     def _read(self, key: str, kind: type[T]) -> T:
-        """What a rank has written under a key."""
+        """The value that a rank has written under a key."""
         try:
-            return read_json(kind, self._store.get(key), f"what a rank of this world writes under {key!r}")
+            return read_json(kind, self._store.get(key), f"the value of a rank of this world under {key!r}")
         except Malformed as error:
             raise WorldError(
                 f"{error}; another program writes to the store of this world at {self._world.master_addr}:"
-                f"{self._world.master_port}: see who else can connect there"
+                f"{self._world.master_port}: check which other processes can connect there"
             ) from error
 
     def _apply(self, decision: _Decision) -> None:
@@ -218,7 +219,7 @@ class _Rendezvous:
         raise failure
 
     def _let_others_read(self) -> None:
-        """The store goes when rank 0 does; it waits a moment for those who have not read the decision yet."""
+        """The store ends with rank 0, which waits briefly for ranks that have not read the decision yet."""
         present = self._world.size - len(self._missing())
         read = self._store.add("read", 1)
         until = time.monotonic() + READ_S

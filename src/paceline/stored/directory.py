@@ -20,14 +20,14 @@ logger = logging.getLogger("paceline")
 LOCK = ".lock"
 PIECE = 1 << 20
 CHUNK = 4 * PIECE
-# Who may read a file. What a run leaves for others, as checkpoints, follows the user's umask; the rest is the user's
-# alone. A lock is for all who may write to its directory, and for nobody else.
+# File modes. Files that a run leaves for others, such as checkpoints, follow the user's umask; the rest is the user's
+# alone. A lock file is accessible to all who may write to its directory, and to no one else.
 SHARED, LOCK_MODE, PRIVATE = 0o666, 0o660, 0o600
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must contain: so many bytes, with these SHA-256 of its chunks, each of `chunk` bytes but the last."""
+    """What a file must contain: its size, and the SHA-256 of each chunk of `chunk` bytes; the last may be shorter."""
 
     size: int
     chunk: int
@@ -35,10 +35,10 @@ class FileRecord:
 
 
 def open_to_write(path: Path, *, append: bool = False, new: bool = False, mode: int = PRIVATE) -> int:
-    """A descriptor of a file of ours, made with this mode if it is not there. Raises OSError.
+    """Open a file for writing, created with this mode if it does not exist. Raises OSError.
 
-    It is emptied, unless it is to `append` to, or has to be `new`. A link in its place is not followed: whoever can
-    make one could have any file of the user's emptied or written to.
+    It is truncated, unless it is to `append` to or has to be `new`. A symbolic link in its place is not followed:
+    anyone who can create one could otherwise have any file of the user's truncated or written to.
     """
     how = os.O_EXCL if new else 0 if append else os.O_TRUNC
     how |= os.O_APPEND if append else 0
@@ -64,7 +64,7 @@ def write_file(file: Path, parts: Iterable[bytes | memoryview], mode: int = SHAR
 
 
 def replace_file(file: Path, parts: Iterable[bytes | memoryview], mode: int = SHARED) -> None:
-    """Write a file, on disk whole or not at all, in place of the one that has this name. The directory must exist."""
+    """Replace the file of this name atomically. The directory must exist."""
     new = file.with_name(f".{file.name}.new-{secrets.token_hex(8)}")
     try:
         write_file(new, parts, mode)
@@ -77,14 +77,14 @@ def replace_file(file: Path, parts: Iterable[bytes | memoryview], mode: int = SH
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and the parents it lacks, and return when all of their names are on disk."""
+    """Make a directory and its missing parents, and return when all of their names are on disk."""
     missing = []
     for place in (path, *path.parents):
         if place.is_dir():
             break
         missing.append(place)
     for place in reversed(missing):
-        # Another rank may make it at the same moment. It is synced here all the same: that rank may be slower.
+        # Another rank may make it at the same moment. It is synced here too: that rank may be slower.
         place.mkdir(exist_ok=True)
         fsync_directory(place)
         fsync_directory(place.parent)
@@ -110,15 +110,15 @@ def fsync_open_directory(descriptor: int) -> None:
 
 
 class _LockFile:
-    """An open lock file. The kernel drops the locks of a process when it closes any descriptor of the file, so all
-    that a process has to do with one file goes through one of these."""
+    """An open lock file. The kernel drops the locks of a process when it closes any descriptor of the file, so a
+    process uses a single descriptor per file, this one."""
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, LOCK_MODE)
         weakref.finalize(self, os.close, self.descriptor)
 
     def signed(self) -> str:
-        """Who has signed it last."""
+        """The process that signed it last."""
         return os.pread(self.descriptor, 200, 0).decode(errors="replace").strip()
 
     def sign(self) -> None:
@@ -129,10 +129,10 @@ class _LockFile:
 
 
 class DirectoryLock:
-    """Says which process owns a directory, by a lock on the file `.lock` in it.
+    """Ownership of a directory by one process, with a lock on the file `.lock` in it.
 
-    The lock belongs to the process: the kernel drops it when the process ends in whatever way, and children do not
-    inherit it. All objects of one process own a directory together. The file itself stays.
+    The lock belongs to the process: the kernel drops it when the process ends, and children do not inherit it. All
+    objects of one process share the ownership. The file itself is not removed.
     """
 
     _open: ClassVar[WeakValueDictionary[tuple[int, int], _LockFile]] = WeakValueDictionary()  # by device and inode
@@ -143,9 +143,9 @@ class DirectoryLock:
         self._warned = False
 
     def acquire(self) -> str:
-        """Take the lock, unless this process has it already. Returns "", or which other process has it.
+        """Take the lock, unless this process has it already. Returns "", or the name of the other process that has it.
 
-        Where files cannot be locked, a warning says so once, and the directory counts as owned. Raises OSError if the
+        Where files cannot be locked, a warning is logged once, and the directory counts as owned. Raises OSError if the
         directory does not exist.
         """
         self._path.parent.stat()
@@ -165,7 +165,7 @@ class DirectoryLock:
             return holder
         try:
             self._file.sign()
-        except OSError as error:  # such as a full disk: the lock holds, without a name
+        except OSError as error:  # such as a full disk: the lock is valid without a name
             logger.debug("the owner could not be written to %s: %s", self._path, error)
         return ""
 
@@ -174,7 +174,7 @@ class DirectoryLock:
         self._file = None
 
     def _current_file(self) -> _LockFile:
-        """The file that is in the directory now. Someone may have removed the one that was locked."""
+        """The lock file that is in the directory now. The one that was locked may have been removed."""
         with suppress(FileNotFoundError):
             if (known := self._open.get(_key(self._path.lstat()))) is not None:
                 return known

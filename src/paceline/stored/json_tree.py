@@ -42,7 +42,7 @@ class Encoder(TreeEncoder):
         self.tensors: dict[str, torch.Tensor] = {}
         self.parts: dict[str, TensorPart] = {}
         self._names: dict[tuple[object, ...], str] = {}
-        self._seen: list[object] = []  # kept alive, so that no other tensor gets the memory of one of them
+        self._seen: list[object] = []  # kept alive, so that no other tensor can reuse their memory
 
     def leaf(self, value: Any, path: tuple[str, ...]) -> dict[str, Any] | None:
         if isinstance(value, TensorPart):

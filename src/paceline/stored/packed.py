@@ -20,16 +20,18 @@ def pack(value: Any, name: str, encoder: Encoder | None = None) -> bytes:
 
 
 def unpack(blob: torch.Tensor) -> Any:
-    """What `pack` packed. Raises Malformed for anything else."""
+    """The value that `pack` packed. Raises Malformed for anything else."""
     tree, tensors = content_of(blob)
     return decode(tree, tensors.__getitem__)
 
 
 def content_of(blob: torch.Tensor) -> tuple[Any, TensorFile]:
-    """What `pack` packed, as the encoder has left it. Raises Malformed for anything else."""
+    """The value that `pack` packed, still encoded. Raises Malformed for anything else."""
     content = bytes_of(blob)
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or length > len(content) - 8:
-        raise Malformed(f"expected packed values, got {len(content)} bytes that say they begin with {length} of text")
+        raise Malformed(
+            f"expected packed values, got {len(content)} bytes that claim to begin with {length} bytes of text"
+        )
     tree = parse_json(bytes(content[8 : 8 + length]), "packed values")
     return tree, TensorFile(blob[8 + length :].clone())

@@ -1,8 +1,8 @@
 """Files in the safetensors format, written from one buffer and read into one.
 
 The format is a length, a JSON header and the bytes of all tensors without gaps. It is written here, and not by the
-safetensors package, so that a file is hashed in the same pass that writes it, and so that what is loaded are the very
-bytes whose hash was compared.
+safetensors package, so that a file is hashed in the pass that writes it, and so that exactly those bytes are loaded
+whose hash was compared.
 """
 
 import ctypes

@@ -15,7 +15,7 @@ from paceline.strategies.sparse import mean_of_rows
 class Wire:
     """The mean, sent in `dtype` (e.g. bfloat16): half the bytes of float32, and its rounding.
 
-    Rows of sparse gradients are sent as they are, because torch does not add them in every type.
+    Rows of sparse gradients are sent unchanged, because torch cannot add them in every dtype.
     """
 
     dtype: torch.dtype
@@ -24,7 +24,7 @@ class Wire:
     trivial_alone = False
 
     def divides(self, transport: Transport, device: torch.device) -> bool:
-        # float16 ends at 65504, and a transport may add before it divides.
+        # float16 overflows above 65504, and a transport may add before it divides.
         return self.dtype is not torch.float16 and transport.traits(device).native_mean
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:

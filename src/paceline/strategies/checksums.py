@@ -1,8 +1,8 @@
-"""Checksums of the slices that ranks exchange of a bucket: what has come is what was sent.
+"""Checksums of the slices that ranks exchange of a bucket: verify that what arrives is what was sent.
 
-Every rank notes the checksum of each slice that it sends and of each that it receives; when the bucket is through, one
-small message tells every rank what the others have sent to it. So nothing is added to the slices themselves, and what
-is wrong is known before anybody uses the sums.
+Every rank records the checksum of each slice that it sends and receives; when the bucket is complete, one small message
+tells every rank what the others have sent to it. So nothing is added to the slices themselves, and damage is known
+before any rank uses the sums.
 """
 
 from collections.abc import Callable, Generator
@@ -13,12 +13,12 @@ from paceline.collectives.protocols import Transport, Work
 
 ROW = 127  # words
 
-# Called with the rank whose message has changed on its way here.
+# Called with the rank whose message was damaged on its way here.
 OnDamage = Callable[[int], None]
 
 
 class SliceChecksums:
-    """Those of one bucket on one rank."""
+    """The checksums of one bucket on one rank."""
 
     def __init__(self, size: int, on_damage: OnDamage) -> None:
         self._size = size
@@ -27,11 +27,11 @@ class SliceChecksums:
         self._received: list[torch.Tensor] = []
 
     def sends(self, flat: torch.Tensor) -> None:
-        """One equal part of `flat` goes to every rank."""
+        """An equal part of `flat` goes to each rank."""
         self._sent.append(self._of_parts(flat))
 
     def received(self, slices: torch.Tensor) -> None:
-        """One part has come from every rank."""
+        """One part has arrived from each rank."""
         self._received.append(self._of_parts(slices))
 
     def gathered(self, whole: torch.Tensor, own: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ class SliceChecksums:
         self._received.append(self._of_parts(whole))
 
     def compare(self, transport: Transport) -> Generator[Work]:
-        """Tell every rank what it should have received, and look at what came here."""
+        """Tell every rank what it should have received, and check what arrived here."""
         sent = torch.stack(self._sent, dim=1).contiguous()  # a row for every rank
         expected = torch.empty_like(sent)
         yield transport.all_to_all(expected.view(-1), sent.view(-1))

@@ -10,7 +10,7 @@ from paceline.collectives.protocols import Transport
 from paceline.collectives.reduction import Flight, GradBucket
 from paceline.collectives.wait import FutureWork
 
-# Of torch's hooks, by their modules, those that do more to a bucket than combine it, or less.
+# The modules of torch whose hooks do more, or less, than combine a bucket.
 NOT_IN_SHARDS = {
     "post_localSGD_hook": "averages over some of the ranks and lets replicas differ, which shards of one model cannot",
     "debugging_hooks": "does not reduce gradients, so shards would be updated by the gradients of one rank each",
@@ -18,7 +18,7 @@ NOT_IN_SHARDS = {
     "ddp_zero_hook": "updates whole parameters inside backward",
     "mixed_precision_hooks": "puts gradients into whole parameters of another type",
 }
-# Those that wait for other ranks, inside backward, between two collectives.
+# The modules whose hooks wait for other ranks inside backward, between two collectives.
 WAITING = {"powerSGD_hook"}
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
@@ -52,12 +52,12 @@ class CommHook:
 
 
 def why_not_in_shards(hook: object) -> str:
-    """Why a hook cannot reduce gradients of which each rank keeps its shards; empty if it can."""
+    """Why a hook cannot reduce sharded gradients; empty if it can."""
     return NOT_IN_SHARDS.get(_module_of(hook), "")
 
 
 def waits_in_backward(hook: object) -> bool:
-    """Whether it waits for ranks that may wait for this one, where parameters are gathered in backward."""
+    """Whether it waits for ranks that may wait for this one, if parameters are gathered in backward."""
     return _module_of(hook) in WAITING
 
 

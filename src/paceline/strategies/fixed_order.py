@@ -1,4 +1,4 @@
-"""The mean whose bits depend on the gradients alone: not on the transport, nor on the cut into buckets or slices."""
+"""The mean whose bits depend only on the gradients: not on the transport, or on the cut into buckets or slices."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ from paceline.strategies.sparse import gather_rows
 class FixedOrder:
     """The mean over all ranks, added in one binary tree over rank numbers (`collectives.tree_sum`).
 
-    Each rank adds one slice of the bucket of every rank and gives the result to all: the bytes of a ring. Gradients of
-    a 16-bit type are added in float32 and rounded once.
+    Each rank adds one slice of every rank's bucket and sends the result to all, which moves as many bytes as a ring.
+    Gradients of a 16-bit type are added in float32 and rounded once.
     """
 
     multi_step = True
@@ -53,7 +53,7 @@ def _mean(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _reduce_rows(sparse: torch.Tensor, transport: Transport, found: list[torch.Tensor]) -> Steps:
-    """The same for the rows of a sparse gradient, with zeros for rows that a rank does not have."""
+    """The same for the rows of a sparse gradient, with zeros for rows that a rank lacks."""
     gathered = yield from gather_rows(sparse.coalesce(), transport)
     rows, places = torch.unique(torch.cat([part_rows for part_rows, _ in gathered]), return_inverse=True)
     blocks = []

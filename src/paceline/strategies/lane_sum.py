@@ -15,17 +15,17 @@ from paceline.strategies.checksums import SliceChecksums
 from paceline.strategies.multi_step import SideStream, SteppedWork, Steps
 from paceline.strategies.slice_exchange import reduce_by_slices
 
-# Called with a bucket, and the rank whose message about it has changed on its way here.
+# Called with a bucket, and the rank whose message about it was damaged on its way here.
 OnDamage = Callable[[int, int], None]
 
 
 class LaneSum:
-    """The sum of the gradients of all lanes. A rank brings the sums of its aligned blocks: `GradBucket.blocks`.
+    """The sum of the gradients of all lanes. A rank contributes the sums of its aligned blocks: `GradBucket.blocks`.
 
-    If every rank has one block and the tree over ranks is that over blocks, one collective does it where the transport
-    can (`Op.TREE`). Else each rank adds one slice of every block and gives the result to all. On a device that is
-    queued on a stream of its own, so that neither the next bucket nor the host waits. Every node of the tree is rounded
-    to the type of the gradients, and nothing is divided.
+    If every rank has one block and the tree over ranks is that over blocks, one collective suffices if the transport
+    supports it (`Op.TREE`). Otherwise each rank adds one slice of every block and sends the result to all. On a device
+    this is queued on a stream of its own, so that neither the next bucket nor the host waits. Every node of the tree is
+    rounded to the type of the gradients, and nothing is divided.
     """
 
     trivial_alone = False
@@ -37,9 +37,10 @@ class LaneSum:
         device: torch.device | None = None,
         on_damage: OnDamage | None = None,
     ) -> None:
-        """With the transport known (and the device of the gradients), buckets fly side by side where they may. Without,
-        one at a time, which is right everywhere. Replicas do not share a LaneSum: see `SideStream`. `on_damage`: have
-        slices that travel between processes compared with what was sent, and call this for each that differs."""
+        """With the transport known (and the device of the gradients), several buckets are in flight at a time where
+        possible. Without, one at a time, which is always correct. Replicas do not share a LaneSum: see `SideStream`.
+        `on_damage`: compare slices that travel between processes with what was sent, and call this for each that
+        differs."""
         if lanes < 1:
             raise UsageError(f"lanes must be at least 1, got {lanes}")
         self.lanes = lanes
@@ -74,13 +75,13 @@ class LaneSum:
         return Flight(SteppedWork(steps))
 
     def _in_one(self, transport: Transport, device: torch.device) -> bool:
-        """Whether one collective of the transport adds as the tree over lanes does."""
+        """Whether one collective of the transport adds in the same tree as over lanes."""
         if self._on_damage is not None and self._can_check(transport, device):
             return False
         return _is_tree_of_ranks(self.lanes, transport.size) and transport.traits(device).tree_sum
 
     def _can_check(self, transport: Transport, device: torch.device) -> bool:
-        """Whether slices travel where their checksums can be compared: on hosts, and not in memory that ranks share."""
+        """Whether checksums of slices can be compared: on hosts, and not in shared memory."""
         traits = transport.traits(device)
         return device.type == "cpu" and traits.all_to_all and not traits.progress_on_caller
 
@@ -92,7 +93,7 @@ class LaneSum:
         found = tuple(block for block, _ in blocks)
         if found != expected or (blocks and blocks[-1][1].data_ptr() != bucket.buffer().data_ptr()):
             raise UsageError(
-                f"rank {transport.rank} of {transport.size} was expected to bring the blocks {list(expected)} (first "
+                f"rank {transport.rank} of {transport.size} was expected to contribute blocks {list(expected)} (first "
                 f"lane, width) of {self.lanes} lanes in bucket {bucket.index()}, the last of them in the bucket's own "
                 f"buffer, got {list(found)}"
             )
@@ -131,7 +132,7 @@ def _reduce(
 ) -> Steps:
     """Leave the sum of all blocks of all ranks in `flat`, which is the last of this rank's blocks."""
     cut = _cut(lanes, transport.size)
-    # Who has fewer blocks than others sends one again, and nobody adds it.
+    # A rank with fewer blocks than others sends one again, which no rank adds.
     sent = [part for _, part in blocks] + [flat] * (max(map(len, cut)) - len(blocks))
 
     def add(received: Sequence[torch.Tensor]) -> torch.Tensor:

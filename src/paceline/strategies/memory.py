@@ -1,4 +1,4 @@
-"""What a reduction remembers from step to step about each parameter."""
+"""Values that a reduction remembers per parameter from step to step."""
 
 import weakref
 from collections.abc import Callable
@@ -12,8 +12,8 @@ T = TypeVar("T")
 class ParamMemory(Generic[T]):
     """One value per parameter, for as long as the parameter lives.
 
-    Kept by parameter and not by bucket, so that a new layout loses nothing. A copy, such as that of a copied replica,
-    begins empty: it would belong to other parameters.
+    Kept by parameter and not by bucket, so that a new layout loses nothing. A copy, such as that in a copied replica,
+    starts empty, because it belongs to other parameters.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class ParamMemory(Generic[T]):
 def clear_unless_finite(witness: torch.Tensor, *tensors: torch.Tensor) -> None:
     """Zero `tensors` if the number `witness` is not finite.
 
-    A step with gradients that are not finite is thrown away by whoever looks at them. Remembered, they would spoil
-    every later one.
+    A step with non-finite gradients is discarded by the check for them. If remembered, they would spoil every later
+    one.
     """
     if witness.is_cpu:
         if not torch.isfinite(witness):

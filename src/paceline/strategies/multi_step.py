@@ -1,7 +1,7 @@
-"""Several collectives in a row, each started from the result of the one before, as one work.
+"""Several collectives in a row, each using the result of the previous one, as one work.
 
-On a host, each step is taken when someone waits or asks. On a device all can be queued at once, on a stream beside the
-one that computes.
+On a host, each step is taken when the work is waited for or queried. On a device all can be queued at once, on a stream
+beside the one that computes.
 """
 
 import time
@@ -16,12 +16,12 @@ Steps = Generator[Work, None, None]
 
 
 class SteppedWork:
-    """The work of a generator that starts a collective, yields its work, and goes on when that is complete.
+    """The work of a generator that starts a collective, yields its work, and continues when that is complete.
 
     The first collective is started at once. The next ones are started by `done` and `wait`, on whichever thread calls
-    them: nothing runs by itself. On a device a step is ordered after the collective on the current stream, as after any
-    other work, and the host goes on; `done` takes that step only when the collective is over, so that computing never
-    waits for it.
+    them: no thread runs in the background. On a device a step is ordered after the collective on the current stream, as
+    after any other work, and the host goes on; `done` takes that step only when the collective is over, so that
+    computing never waits for it.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -55,7 +55,7 @@ class SteppedWork:
             with torch.no_grad():
                 self._current = next(self._steps, None)
         except BaseException as error:
-            self._failure = error  # a generator that has raised is over, and would pass for complete
+            self._failure = error  # a generator that has raised has ended, and would look complete
             raise
 
 
@@ -65,15 +65,15 @@ class SideStream:
 
     Why two replicas need two
     -------------------------
-    What is queued waits for all that was queued before it. Two replicas in one backward may queue in one order on one
-    rank and in another order on the next, and then each rank would wait for the other. So a copy begins anew.
+    Work on a stream waits for everything queued before it. Two replicas in one backward may queue in one order on one
+    rank and in another order on the next, and then each rank would wait for the other. So a copy gets its own stream.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def run(self, steps: Steps, device: torch.device, *, uses: Sequence[torch.Tensor]) -> "QueuedWork":
-        """Queue all `steps`, after what the current stream has been given. They touch the tensors in `uses`."""
+        """Queue all `steps`, after the work of the current stream. They touch the tensors in `uses`."""
         side = self._streams.get(device)
         if side is None:
             # Before the kernels of backward: other ranks wait for these sums.
@@ -91,7 +91,7 @@ class SideStream:
 
 
 class QueuedWork:
-    """What was queued until an event: waiting orders the current stream after it, not the host."""
+    """Work queued up to an event: waiting orders the current stream after it, without blocking the host."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event

@@ -15,28 +15,28 @@ from paceline.strategies.sparse import mean_of_rows
 
 # Above this, Householder's method (torch.linalg.qr) is faster than one column at a time.
 _FEW_COLUMNS = 4
-# A column that keeps less than this part of its length, once the others are taken out of it, is rounding error.
+# A column that keeps less than this fraction of its length after the others are projected out is rounding error.
 _NOTHING_LEFT = 1e-5
 
 
 class _Remembered:
-    """What is known about one parameter from earlier steps."""
+    """The memory of one parameter from earlier steps."""
 
     __slots__ = ("error", "number", "q", "steps")
 
     def __init__(self, number: int) -> None:
-        self.number = number  # in the order of first sight, which is equal on all ranks
+        self.number = number  # in the order of first use, which is equal on all ranks
         self.steps = 0
-        self.error: torch.Tensor | None = None  # what was left out so far
+        self.error: torch.Tensor | None = None  # the accumulated error
         self.q: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
 class _Matrix:
-    """One gradient on its way: view ≈ p @ q.T."""
+    """One gradient being compressed: view ≈ p @ q.T."""
 
     view: torch.Tensor
-    full: torch.Tensor  # the gradient, and what was left out before, as a matrix
+    full: torch.Tensor  # the gradient plus the accumulated error, as a matrix
     known: _Remembered
     columns: int
 
@@ -47,18 +47,17 @@ class _Matrix:
 
 @dataclass(frozen=True, eq=False)
 class PowerSGD:
-    """The mean of gradients, compressed to matrices of rank `rank`. Each rank and replica has one of its own.
+    """The mean of gradients, compressed to matrices of rank `rank`. Each rank and replica needs its own.
 
     Two small collectives per bucket: `rank · (rows + columns)` numbers for each matrix, in float32 at least. Tensors
-    that would not shrink by `min_compression` (vectors above all) travel whole, with the first of them.
+    that would not shrink by `min_compression` (vectors above all) are sent whole, with the first collective.
 
     Args:
-        rank: how many columns the thin matrices have: more is more exact, and more bytes.
-        start_step: the first steps, in which gradients change fast, are plain means.
-        error_feedback: add what a step has left out to the next one. Costs one more copy of the gradients.
-        warm_start: begin each step with the matrices of the last one, which is more exact than random ones.
-        min_compression: a matrix is compressed if that makes it smaller by more than this factor.
-        seed: of the first random matrices, equal on all ranks.
+        rank: number of columns of the thin matrices: more is more exact, and more bytes. start_step: the first steps,
+        in which gradients change fast, are plain means. error_feedback: add the error of a step to the next one. Costs
+        one more copy of the gradients. warm_start: begin each step with the matrices of the last one, which is more
+        exact than random ones. min_compression: a matrix is compressed if that makes it smaller by more than this
+        factor. seed: of the first random matrices, equal on all ranks.
     """
 
     rank: int = 1
@@ -83,7 +82,7 @@ class PowerSGD:
         return True
 
     def forget(self) -> None:
-        """Begin anew. When the ranks of a group change, all of them must: they have to agree on what is known."""
+        """Reset. When the ranks of a group change, all of them must do so, because they have to agree on the memory."""
         self.memory.clear()
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
@@ -110,7 +109,7 @@ class PowerSGD:
         return sorted(matrices, key=lambda matrix: matrix.shape), whole
 
     def _columns(self, view: torch.Tensor) -> int:
-        """How many columns the thin matrices of `view` have; 0 if it travels whole."""
+        """The number of columns of the thin matrices of `view`; 0 if it is sent whole."""
         if view.dim() < 2 or view.is_complex() or view.numel() == 0:
             return 0
         rows, columns = view.shape[0], view.numel() // view.shape[0]
@@ -118,7 +117,7 @@ class PowerSGD:
         return thin if thin * (rows + columns) * self.min_compression < rows * columns else 0
 
     def _with_error(self, view: torch.Tensor, known: _Remembered) -> torch.Tensor:
-        """The gradient plus what was left out, in the memory of the latter, which needs no third copy."""
+        """The gradient plus the accumulated error, in the error's memory, so that no third copy is needed."""
         wide = torch.promote_types(view.dtype, torch.float32)
         matrix = view.reshape(view.shape[0], -1)
         if not self.error_feedback:
@@ -129,7 +128,7 @@ class PowerSGD:
         return known.error.add_(matrix)
 
     def _first_q(self, matrix: _Matrix) -> torch.Tensor:
-        """Equal on all ranks: random, or that of the last step."""
+        """Equal on all ranks: random, or the one of the last step."""
         known, full = matrix.known, matrix.full
         shape = (full.shape[1], matrix.columns)
         generator = torch.Generator(device="cpu")
@@ -202,7 +201,7 @@ def _batches(
 def orthonormal(batch: torch.Tensor) -> torch.Tensor:
     """The columns of a batch of matrices, of shape (matrices, rows, columns), made orthonormal.
 
-    Columns that depend on those before them are zero where there are few.
+    Linearly dependent columns become zero if there are few columns.
 
     Each matrix is scaled by its largest element first, so that squares of small gradients do not vanish.
     """
@@ -219,13 +218,13 @@ def orthonormal(batch: torch.Tensor) -> torch.Tensor:
             for before in columns:
                 rest = rest - before * (before * rest).sum(dim=1, keepdim=True)
         left = _length(rest)
-        keeps = (left > _NOTHING_LEFT * length) | ~torch.isfinite(left)  # a step that is not finite must show
+        keeps = (left > _NOTHING_LEFT * length) | ~torch.isfinite(left)  # a non-finite step must remain visible
         columns.append(torch.where(keeps, rest / left, torch.zeros_like(rest)))
     return torch.cat(columns, dim=2)
 
 
 def fresh_where_lost(matrix: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """`matrix` with columns that are zero, or not finite, taken from `fresh`: from zero no product leads back."""
+    """`matrix` with columns that are zero, or not finite, taken from `fresh`: a zero column would stay zero."""
     length = matrix.abs().amax(dim=0, keepdim=True)
     return torch.where((length > 0) & torch.isfinite(length), matrix, fresh)
 

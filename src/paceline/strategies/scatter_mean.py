@@ -1,4 +1,4 @@
-"""The mean over all ranks where each keeps its shards of it: half of what an all_reduce moves."""
+"""The mean over all ranks of which each keeps its shards: half the bytes of an all-reduce."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ Parts = Sequence[Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class ScatterMean:
-    """The mean of each rank's spans of a bucket: reduced where they are, by the backend, or by an exchange of shards,
-    which are then added in the order of ranks. `dtype`: in which type they are added; None: the transport decides."""
+    """The mean of each rank's spans of a bucket: reduced in place by the backend, or by an exchange of shards,
+    which are then added in rank order. `dtype`: the type in which they are added; None: the transport decides."""
 
     dtype: torch.dtype | None = None
     spare: SpareMemory = field(default_factory=SpareMemory, compare=False, repr=False)
@@ -48,8 +48,8 @@ class ScatterMean:
 
 
 class HybridMean:
-    """The same where shards are over some of the ranks: the ranks of a shard group exchange shards and add them up, and
-    those who have the same shard then add up theirs. So what goes from one shard group to another is one shard."""
+    """The same if shards span only some of the ranks: the ranks of a shard group exchange shards and add them up, and
+    then the ranks that hold the same shard add up theirs. So only one shard per rank travels between shard groups."""
 
     trivial_alone = True
 
@@ -79,7 +79,7 @@ class HybridMean:
                 yield twins.all_reduce(total, op)
                 _put(own, total)
             return
-        # On a host, pieces: what is received needs memory beside the bucket, and so little of it.
+        # On a host, in pieces: received data needs memory beside the bucket, and this keeps it small.
         most = PIECE_BYTES // flat.itemsize // shard.size if flat.device.type == "cpu" else flat.numel()
         for parts in _windows(_parts(flat, spans), most):
             scatter = _Scatter(flat, parts, op, shard, self._dtype, self._spare)
@@ -91,17 +91,17 @@ class HybridMean:
 
 
 def _divides(dtype: torch.dtype | None, transport: Transport, device: torch.device) -> bool:
-    # float16 ends at 65504, and a transport may add before it divides.
+    # float16 overflows above 65504, and a transport may add before it divides.
     return dtype not in (None, torch.float16) or transport.traits(device).native_mean
 
 
 def _cast(flat: torch.Tensor, dtype: torch.dtype | None, *, in_float32: bool) -> torch.Tensor:
-    """The gradients in the type in which they are to be added, unless the transport adds them so, as `in_float32`."""
+    """The gradients in the type of the addition, unless the transport itself adds in that type (`in_float32`)."""
     return flat if dtype in (None, torch.float32 if in_float32 else flat.dtype) else flat.to(dtype)
 
 
 class _Scatter:
-    """Every rank sends every other what that one keeps; what comes is added up, by the backend or here."""
+    """Every rank sends every other rank its shard; received shards are added by the backend or here."""
 
     def __init__(
         self,
@@ -112,14 +112,15 @@ class _Scatter:
         dtype: torch.dtype | None,
         spare: SpareMemory,
     ) -> None:
-        """`parts`: what of the gradients each rank keeps."""
+        """`parts`: the parts of the gradients that each rank keeps."""
         self._own = parts[transport.rank]
         self._spare = spare
         self._on_host = flat.device.type == "cpu"
         sizes = [[part.numel() for part in of_rank] for of_rank in parts]
         width = aligned(max(map(sum, sizes)), flat.dtype)
         by_backend = transport.traits(flat.device).reduce_scatter
-        # Here half precision is added in float32, and rounded once. What is added in a wider type is sent as it is.
+        # Here half precision is added in float32, and rounded once. Gradients that are added in a wider type are sent
+        # unchanged.
         self._wide = dtype or (torch.float32 if flat.dtype in _HALF and not by_backend else flat.dtype)
         widens = not by_backend and torch.promote_types(flat.dtype, self._wide) is self._wide
         kind = flat.dtype if widens else self._wide
@@ -140,7 +141,7 @@ class _Scatter:
         self._rows = received.view(rows, width)[:, : sum(sizes[transport.rank])]
 
     def total(self) -> torch.Tensor:
-        """What this rank's parts add up to, concatenated."""
+        """The sums of this rank's parts, concatenated."""
         total = self._rows[0].to(self._wide)
         for row in self._rows[1:]:
             total.add_(row)
@@ -149,7 +150,7 @@ class _Scatter:
         return total
 
     def put(self, total: torch.Tensor) -> None:
-        """Have it in the parts."""
+        """Store the total in the parts."""
         if self._own:
             _put(self._own, total)
         for memory in self._lent:
@@ -169,7 +170,7 @@ def _windows(parts: Parts, most: int) -> Iterator[list[list[torch.Tensor]]]:
 
 
 def _window(parts: Sequence[torch.Tensor], begin: int, end: int) -> Iterator[torch.Tensor]:
-    """What lies between `begin` and `end` in the concatenation of flat parts."""
+    """The elements from `begin` to `end` of the concatenated flat parts."""
     at = 0
     for part in parts:
         piece = part[max(0, begin - at) : max(0, end - at)]

@@ -1,6 +1,7 @@
-"""A reduction in which every rank combines one slice of the bucket and gives the result to all: the bytes of a ring.
+"""A reduction in which every rank combines one slice of the bucket and sends the result to all, as many bytes as a
+ring.
 
-The order in which parts are combined is then that of the rank that combines them, not that of the transport.
+So the combining rank decides the order of the parts, not the transport.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,7 +16,7 @@ from paceline.strategies.multi_step import Steps
 
 PIECE_BYTES = 8 << 20
 
-# Combines the slices of all ranks: element k has a row for each rank, its slice of the k-th tensor that it has sent.
+# Combines the slices of all ranks: element k has one row per rank, its slice of the k-th tensor sent.
 Combine = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
@@ -28,12 +29,12 @@ def reduce_by_slices(
     checksums: SliceChecksums | None = None,
 ) -> Steps:
     """Combine the tensors in `sent` of all ranks, equally many on each, and leave the result in `flat`. With
-    `checksums`, what has come is compared with what was sent."""
+    `checksums`, received data is compared with what was sent."""
     size = transport.size
     body = flat.numel() // size * size
     over = flat.numel() - body
     rest = flat.new_empty(size)
-    if over:  # fewer elements than there are ranks
+    if over:  # fewer elements than ranks
         ends = [pad(part[body:], (0, size - over)) for part in sent]
         own = yield from _own_slice(ends, combine, transport, spare, checksums)
         yield transport.all_gather(rest, own)
@@ -51,8 +52,8 @@ def reduce_by_slices(
 
 
 def _pieces(body: int, flat: torch.Tensor, size: int) -> Iterator[slice]:
-    """On a host, pieces: what is received needs memory beside the bucket, and so little of it. Each is a multiple of
-    the number of ranks."""
+    """On a host, in pieces: received data needs memory beside the bucket, and this keeps it small. Each is a multiple
+    of the number of ranks."""
     most = body if flat.device.type != "cpu" else max(size, PIECE_BYTES // flat.element_size() // size * size)
     return (slice(begin, min(begin + most, body)) for begin in range(0, body, max(1, most)))
 
@@ -64,7 +65,7 @@ def _own_slice(
     spare: SpareMemory,
     checksums: SliceChecksums | None,
 ) -> Generator[Work, None, torch.Tensor]:
-    """The slice of the result that this rank makes."""
+    """The slice of the result that this rank computes."""
     received, lent = [], []
     for part in sent:
         if part.device.type == "cpu":

@@ -11,7 +11,7 @@ Rows = tuple[torch.Tensor, torch.Tensor]  # row numbers, and one row of values f
 
 
 def mean_of_rows(sparse: torch.Tensor, transport: Transport) -> Flight:
-    """The plain mean, for reductions that have nothing to save on rows."""
+    """The plain mean, for reductions that cannot compress rows."""
     return Flight(transport.all_reduce(sparse, Op.SUM), lambda: sparse / transport.size)
 
 

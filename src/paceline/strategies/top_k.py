@@ -1,4 +1,4 @@
-"""The largest gradients only; the others wait until they are large."""
+"""Only the largest gradients; the others accumulate until they are large."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,15 +16,16 @@ from paceline.strategies.sparse import mean_of_rows
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """The mean of each rank's largest entries of a bucket. Each rank and replica has one of its own.
+    """The mean of each rank's largest entries of a bucket. Each rank and replica needs its own.
 
-    One collective per bucket: every rank sends `ratio` of the entries, with their places, to all. All ranks add them
+    One collective per bucket: every rank sends `ratio` of the entries, with their indices, to all. All ranks add them
     in rank order, so the bits are equal.
 
     Args:
-        ratio: the part of the entries of a bucket that is sent. An entry takes 4 bytes more than in a plain mean, and
+        ratio: the fraction of the entries of a bucket that is sent. An entry takes 4 bytes more than in a plain mean,
+        and
             every rank gets those of all others: with n ranks it saves bytes below about 1 / n.
-        error_feedback: add what a step has left out to the next one. Costs one more copy of the gradients.
+        error_feedback: add the entries that a step left out to the next one. Costs one more copy of the gradients.
     """
 
     ratio: float = 0.01
@@ -42,7 +43,7 @@ class TopK:
         return True
 
     def forget(self) -> None:
-        """Drop what was left out so far."""
+        """Drop the accumulated entries."""
         self.memory.clear()
 
     def __call__(self, bucket: GradBucket, transport: Transport) -> Flight:
@@ -69,7 +70,7 @@ class TopK:
         return Flight(transport.all_gather(gathered, part), result)
 
     def _choose(self, bucket: GradBucket, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places of the largest entries, and what is sent of them. The rest is remembered."""
+        """The indices of the largest entries, and the values to send. The rest is remembered."""
         flat = bucket.buffer()
         full = flat.to(torch.promote_types(flat.dtype, torch.float32))  # the bucket itself, unless it is narrow
         start = flat.storage_offset()
@@ -85,14 +86,14 @@ class TopK:
         chosen = full[indices]
         sent = chosen.to(flat.dtype)
         if self.error_feedback:
-            full[indices] = chosen - sent  # nothing, or what the rounding to a narrow type has left
+            full[indices] = chosen - sent  # zero, or the rounding error of a narrow dtype
             errors = [self.memory.of(param, partial(torch.empty_like, slot)).copy_(slot) for param, slot in slots]
             clear_unless_finite(chosen.abs().sum(), *errors)
         return indices.to(torch.int32), sent
 
 
 def _packed(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Both as bytes, for one collective. Each begins where numbers of its type may."""
+    """Both as bytes, for one collective. Each is aligned to its type."""
     start = _aligned(indices.nbytes)
     packed = torch.zeros(start + _aligned(values.nbytes), dtype=torch.uint8, device=values.device)
     packed[: indices.nbytes] = indices.view(torch.uint8)

@@ -29,7 +29,7 @@ def main(folder: RunFolder) -> None:
 
 
 def say_warnings() -> None:
-    """What the library warns of goes to the rank's log, marked so that the launcher shows it."""
+    """Send the library's warnings to the rank's log, marked so that the launcher shows them."""
     said = logging.StreamHandler()
     said.setFormatter(logging.Formatter("Warning: %(message)s"))
     logging.getLogger("paceline").addHandler(said)
@@ -52,5 +52,5 @@ if __name__ == "__main__":
         if (code := code_of(error)) is None:
             raise
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        report("refused", text=str(error))  # the launcher shows it in the place of a failure
+        report("refused", text=str(error))  # the launcher shows it instead of a failure
         sys.exit(code)

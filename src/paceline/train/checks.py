@@ -19,12 +19,12 @@ from paceline.train.model import GPT
 from paceline.train.samples import Sample, Text
 from paceline.train.sizes import SIZES
 
-SETTLED_AFTER = 3  # steps: by then the optimizer has its states and the buckets have their place
-PLAN_MAY_BE_OFF = 1.1  # so much too high
+SETTLED_AFTER = 3  # steps: by then the optimizer has its states and the buckets are allocated
+PLAN_MAY_BE_OFF = 1.1  # the plan may be too high by this factor
 
 
 class Checks:
-    """Create it when the net exists and nothing else does."""
+    """Create it after the net and before everything else."""
 
     def __init__(self, net: nn.Module, world: paceline.World) -> None:
         self._net = net
@@ -45,7 +45,7 @@ class Checks:
             self.measured = self._peak.nbytes() + self._net_bytes
             if self._world.rank == 0:
                 self.planned = memory_plan(config, text, self._world, self._world.size).total
-            if config.placement != "zero3":  # it takes copies of the whole model
+            if config.placement != "zero3":  # it needs copies of the whole model
                 self.difference = gradient_difference(self._net, samples_to_compare(text, self._world))
             report("checked", planned=self.planned, measured=self.measured, difference=self.difference)
 

@@ -21,7 +21,7 @@ MEASURED = (
     *("gradient_difference", "memory_planned", "memory_measured"),
 )
 
-# Dense bfloat16 operations per second, from the makers' data sheets; the first name that fits counts.
+# Dense bfloat16 operations per second, from the makers' data sheets; the first matching name is used.
 PEAK = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -37,7 +37,8 @@ PEAK = {
 
 
 def close_run(run: Run, ended: str, seconds: float) -> None:
-    """All ranks call it; rank 0 writes the files. One that was asked to stop has little time: it evaluates nothing."""
+    """All ranks call it; rank 0 writes the files. A run that was asked to stop has little time, so it skips the
+    evaluation."""
     finished = ended == "finished"
     held_out = None
     if finished:
@@ -62,13 +63,13 @@ def close_run(run: Run, ended: str, seconds: float) -> None:
 
 
 def kept(run: Run) -> dict[str, object]:
-    """What an earlier attempt has measured, for one that had no step left to measure it."""
+    """Measurements of an earlier attempt, for an attempt that had no step left to measure."""
     before = run.folder.result() if run.folder.result_file.exists() and not run.metrics.seconds else {}
     return {name: before.get(name) for name in MEASURED}
 
 
 def result_of(run: Run, held_out: float | None) -> dict[str, object]:
-    """What result.json says, but for how it ended."""
+    """The contents of result.json, except for how the run ended."""
     metrics, config = run.metrics, run.config
     step_s = _median(metrics.seconds[1:] or metrics.seconds)  # the first one warms up
     tokens = config.samples_of_step(run.world.size) * config.shape.context

@@ -1,4 +1,4 @@
-"""What `paceline train` can be told: one frozen value, from flags or a TOML file. Needs no torch."""
+"""The settings of `paceline train`: one frozen value, from flags or a TOML file. Needs no torch."""
 
 import json
 import tomllib
@@ -12,7 +12,7 @@ from paceline.memory_plan.setup import PLACEMENTS
 from paceline.option import check_fields, option
 from paceline.train.sizes import SIZES, Shape
 
-GPU_TOKENS = 16384  # of one microbatch on a GPU, if nothing else is said
+GPU_TOKENS = 16384  # of one microbatch on a GPU, unless set otherwise
 GPU_ACTIVATIONS = 300_000_000  # elements of them, at most
 NOT_FINITE_EXIT = 3  # gradients were not finite in too many steps in a row
 
@@ -28,12 +28,14 @@ class TrainConfig:
     ranks: int = option(0, "processes; 0: one per GPU, or 2 on the CPU", low=0, high=4096, group="Ranks")
     min_ranks: int = option(
         0,
-        "ranks that are lost are replaced one by one, as long as so many are left; 0: all ranks start again",
+        "replace lost ranks one by one while at least this many are left; 0: restart all ranks",
         low=0,
         high=4096,
         group="Failures",
     )
-    spares: int = option(0, "with --min-ranks: processes more that wait to step in", low=0, high=4096, group="Failures")
+    spares: int = option(
+        0, "with --min-ranks: extra processes that wait to replace lost ranks", low=0, high=4096, group="Failures"
+    )
     data: str = option("stdlib", "a text file, a folder, a glob, or `stdlib`: Python's own source files", group="Data")
     tokenizer: str = option("bytes", "bytes, or bpe (trained on the corpus)", choices=("bytes", "bpe"), group="Data")
     vocabulary: int = option(4096, "size of the bpe vocabulary", low=257, high=1_000_000, group="Data")
@@ -69,7 +71,7 @@ class TrainConfig:
         group="Training",
     )
     weight_decay: float = option(0.1, "weight decay of AdamW, on matrices only", low=0.0, high=1.0, group="Training")
-    clip: float = option(1.0, "largest norm of all gradients together; 0: no limit", low=0.0, group="Training")
+    clip: float = option(1.0, "maximum norm of all gradients together; 0: no limit", low=0.0, group="Training")
     dropout: float = option(0.0, "dropout probability", low=0.0, high=0.9, group="Model")
     dtype: str = option("float32", "float32, or bf16: autocast", choices=("float32", "bf16"), group="Model")
     checkpointing: bool = option(False, "recompute activations in backward instead of keeping them", group="Model")
@@ -97,7 +99,7 @@ class TrainConfig:
     )
     shard: int = option(
         0,
-        "over how many consecutive ranks shards are made, such as those of one host; the next ranks hold the same "
+        "consecutive ranks that share one set of shards, such as those of one host; the next ranks hold the same "
         "again; 0: over all",
         low=0,
         high=4096,
@@ -113,7 +115,7 @@ class TrainConfig:
     audit: bool = option(False, "write the sample ids of every step", group="Output")
     trackers: str = option("", "comma-separated: tensorboard, wandb, trackio, mlflow", group="Output")
     check_every: int = option(
-        64, "steps within which ranks have compared all of their state; 0: never", low=0, group="Failures"
+        64, "steps in which ranks compare their whole state once; 0: never", low=0, group="Failures"
     )
     on_drift: str = option(
         "raise",
@@ -153,9 +155,9 @@ class TrainConfig:
     )
     out: str = option("", "folder of the run; empty: runs/<time>", group="Output")
 
-    # A run may be resumed with other values of these. Of what is computed they change nothing, but for `decay_steps`,
-    # which is there to be changed, `ranks` without lanes, which changes the global batch, and the last bits by
-    # `threads`, `device` and `compile`, which is warned of, and by `placement` and `shard` without lanes.
+    # A run may be resumed with other values of these. They do not change what is computed, except for `decay_steps`,
+    # which is meant to be changed, `ranks` without lanes, which changes the global batch, and the last bits by
+    # `threads`, `device` and `compile`, which is warned about, and by `placement` and `shard` without lanes.
     FREE: ClassVar[frozenset[str]] = frozenset(
         {
             *("ranks", "steps", "decay_steps", "eval_every", "eval_samples", "sample", "save_every", "save_seconds"),
@@ -185,7 +187,7 @@ class TrainConfig:
         return replace(SIZES[self.size], **{name: value for name, value in given.items() if value})
 
     def settled(self, *, on_gpu: bool) -> "TrainConfig":
-        """With a batch for where it runs, if none was given.
+        """With a batch size for the device, if none was given.
 
         A GPU needs some thousand tokens at once to be busy, and its memory bounds them: activations take about 34 bytes
         for each token, layer and element of the width.
@@ -200,7 +202,7 @@ class TrainConfig:
         return replace(self, batch=batch)
 
     def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of ranks over which the lanes cannot be dealt, or shards not be made."""
+        """Refuse a number of ranks that does not suit the lanes or the shards."""
         if self.shard and ranks % self.shard:
             possible = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
             raise ConfigError(f"shard={self.shard} does not divide {ranks} ranks; expected 0 or one of {possible}")

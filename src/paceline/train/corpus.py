@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-HELD_OUT_EVERY = 20  # one document in so many is held out
+HELD_OUT_EVERY = 20  # one of this many documents is held out
 SEPARATOR = b"\n\n"
 NOT_TEXT = {"site-packages", "encodings"}  # of the standard library: other people's code, and tables
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", ".json", ".toml", ".c", ".h", ".cpp", ".js", ".ts", ".html", ".css", "")
@@ -40,7 +40,7 @@ def read_corpus(data: str) -> Corpus:
         train = [text for index, text in enumerate(documents) if index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
         return Corpus(SEPARATOR.join(train), SEPARATOR.join(held_out), source)
     whole = SEPARATOR.join(documents)
-    cut = len(whole) - len(whole) // HELD_OUT_EVERY  # too few to set some aside whole: the end of the text
+    cut = len(whole) - len(whole) // HELD_OUT_EVERY  # too few files to hold out whole ones: take the end of the text
     return Corpus(whole[:cut], whole[cut:], source)
 
 

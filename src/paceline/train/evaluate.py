@@ -25,7 +25,7 @@ def held_out_loss(run: Run) -> float:
     run.net.eval()
     rounds = -(-len(microbatches) // run.world.size)
     for number in range(run.world.rank, rounds * run.world.size, run.world.size):
-        own_progress().note(Phase.EVALUATE)  # the replica is not asked, so it cannot say so
+        own_progress().note(Phase.EVALUATE)  # the replica is bypassed, so it cannot note this itself
         again = number >= len(microbatches)
         number = 0 if again else number
         tokens, targets = default_collate([text[index] for index in microbatches[number]])

@@ -55,7 +55,7 @@ def run_rank(config: TrainConfig, folder: RunFolder) -> None:
     with paceline.Preemption() as preemption:
         try:
             ended = train(run, preemption)
-        except NotFiniteGradients as error:  # raised on all ranks alike, and none has stepped on these gradients
+        except NotFiniteGradients as error:  # raised on all ranks, and none has stepped with these gradients
             if run.saved_at != run.step:
                 save(run)
             run.checkpoints.wait()
@@ -76,14 +76,14 @@ def train(run: Run, preemption: "paceline.Preemption") -> str:
         if run.elastic.generation != generation:
             generation = run.elastic.generation
             run.metrics.open()
-        with run.elastic.attempt():  # a rank that is lost in here ends it, and the loop goes on from run.step
+        with run.elastic.attempt():  # losing a rank in here ends it, and the loop continues from run.step
             asked = one_step(run, batches, preemption)
     save_last(run)
     return "stopped" if asked["stop"] else "finished"
 
 
 def one_step(run: Run, batches: Iterator[Any], preemption: "paceline.Preemption") -> dict[str, bool]:
-    """One step, with all that is due after it. Returns what ranks were asked for."""
+    """One step, with everything that is due after it. Returns which signals ranks have received."""
     config = run.config
     began = run.metrics.begin_step()
     own_progress().note(Phase.DATA, run.step)
@@ -114,7 +114,7 @@ def one_step(run: Run, batches: Iterator[Any], preemption: "paceline.Preemption"
 
 
 def save_last(run: Run) -> None:
-    """Save the last step, unless all ranks have: one that is new does not know."""
+    """Save the last step, unless all ranks have: a new rank does not know."""
     assert run.elastic is not None
     saved = False
     while not saved:
@@ -188,7 +188,7 @@ def to_device(sample: Sample, device: torch.device) -> Sample:
 
 
 def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, text: Text) -> Run:
-    """Everything, ready for the first step."""
+    """Build everything for the first step."""
     torch.manual_seed(config.seed)
     net = GPT(config.shape, text.tokenizer.vocabulary, dropout=config.dropout, checkpointing=config.checkpointing)
     net.to(world.device)
@@ -224,7 +224,7 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
             seed=config.seed,
             manual_commit=True,  # a step may take several batches
             reseed=False,  # reading a sample draws no random numbers
-            sample_log=folder.path / "ledger" if config.audit else None,
+            sample_log=folder.path / "sample_log" if config.audit else None,
         ),
         checkpoints=paceline.Checkpointer(
             folder.checkpoints,
@@ -238,8 +238,8 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
 
 
 def begin(run: Run, fresh: bool) -> int | None:
-    """All ranks have met, and none has a state: load a checkpoint if there is one. Returns its step. `fresh`: nobody
-    has trained yet."""
+    """All ranks call it when none of them has a state: load a checkpoint if there is one. Returns its step. `fresh`: no
+    rank has trained yet."""
     config, world = run.config, run.world
     parameters = sum(param.numel() for param in run.net.parameters())
     where = {"ranks": world.size, "lanes": config.lanes, "placement": config.placement, "shard": config.shard}

@@ -24,7 +24,7 @@ from paceline.train.run_folder import RunFolder
 from paceline.train.trackers import Trackers, open_trackers
 
 READ_TOGETHER = 10  # steps on a GPU
-READ_ALONE_UNTIL = 5  # the first steps are read one by one: whoever watches wants to see that the run works
+READ_ALONE_UNTIL = 5  # the first steps are read one by one: a user who watches wants to see that the run works
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class UnreadStep:
 
 
 class RunMetrics:
-    """All ranks have one: each reports to the launcher, and whoever is rank 0 writes the files."""
+    """All ranks have one: each reports to the launcher, and rank 0 writes the files."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, world: paceline.World, model: Any) -> None:
         self._config = config
@@ -48,7 +48,7 @@ class RunMetrics:
         self._model = model
         self._folder = folder
         self._path = folder.metrics_file
-        self._file: TextIO | None = None  # opened by the first line: a run that resumes replaces the file before it
+        self._file: TextIO | None = None  # opened by the first line: a resumed run replaces the file before that
         self._trackers: Trackers | None = None
         self._unread: list[UnreadStep] = []
         self._read_at = 0.0
@@ -58,14 +58,14 @@ class RunMetrics:
         self.blocked: list[float] = []  # seconds that each checkpoint blocked the training
 
     def begin_step(self) -> float:
-        """Returns the time. What is done between steps, such as a checkpoint, is not counted as time of a step."""
+        """Returns the time. Work between steps, such as a checkpoint, is not counted."""
         now = time.perf_counter()
         if not self._unread:
             self._read_at = now
         return now
 
     def open(self) -> None:
-        """The world has formed, anew perhaps: steps that were not read before are not read by all ranks any more."""
+        """The world has formed, perhaps again: drop unread steps, which some ranks no longer have."""
         self._unread.clear()
         if self._trackers is None and self._world.rank == 0:
             self._trackers = open_trackers(self._config, self._folder.path)

@@ -1,4 +1,4 @@
-"""All that a rank holds while it trains, what of it goes into a checkpoint, and how a run resumes from one."""
+"""The objects of a rank while it trains, those that go into a checkpoint, and how a run resumes from one."""
 
 import os
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from paceline.world.environment import Variables
 
 @dataclass
 class Run:
-    """One rank of one run. What has a value here changes; the rest changes inside."""
+    """One rank of one run. Fields with defaults are reassigned; the others only change inside."""
 
     config: TrainConfig
     folder: RunFolder
@@ -36,11 +36,11 @@ class Run:
     checkpoints: paceline.Checkpointer
     metrics: RunMetrics
     checks: Checks
-    elastic: "paceline.Elastic | None" = None  # when all else is there
+    elastic: "paceline.Elastic | None" = None  # set last
     resumed_at: int = 0
     saved_at: int | None = None
     resumed_from: int | None = None
-    redone: int = 0  # steps that an earlier attempt had made after the checkpoint
+    redone: int = 0  # steps after the checkpoint that an earlier attempt had made
 
     @property
     def step(self) -> int:
@@ -65,7 +65,7 @@ def save(run: Run) -> None:
     except ReplicaDrift as error:
         if run.config.on_drift == "raise" or run.step == run.config.steps:
             raise
-        report("trouble", text=f"step {run.step:5d}   checkpoint NOT saved: {error}")  # it is healed in a later step
+        report("trouble", text=f"step {run.step:5d}   checkpoint NOT saved: {error}")  # a later step heals it
         return
     run.saved_at = run.step
     run.metrics.blocked.append(saved.blocked_s)
@@ -74,9 +74,9 @@ def save(run: Run) -> None:
 
 def resume(run: Run, *, fresh: bool) -> int | None:
     """Load the newest checkpoint that ranks have compared, or the one that was asked for, if there is one. All ranks
-    call it. Returns its step. `fresh`: nobody has trained yet in this attempt."""
+    call it. Returns its step. `fresh`: no rank has trained yet in this attempt."""
     config, asked = run.config, run.config.resume
-    # --resume is for the beginning. Whoever comes later goes on from what this run has saved, if it has.
+    # --resume applies to the start only. Ranks that join later continue from this run's own checkpoints, if any.
     again = not fresh or Variables(os.environ).integer("TORCHELASTIC_RESTART_COUNT", 0) > 0
     found = _load(run, "compared") if again or asked == "auto" else None
     if found is None and asked not in ("auto", "never"):
@@ -99,7 +99,7 @@ def resume(run: Run, *, fresh: bool) -> int | None:
 
 
 def _load(run: Run, wanted: Path | Literal["compared"]) -> Loaded | None:
-    """What this checkpoint has, in the parts of the run; None where the run has saved none."""
+    """Load this checkpoint into the run; None if the run has saved none."""
     try:
         return run.checkpoints.load(wanted, model=run.model, optimizer=run.optimizer, loader=run.loader)
     except paceline.NoCheckpoint as error:
@@ -114,7 +114,7 @@ def _checkpoints_in(path: Path) -> Path:
 
 
 def _forget_after(run: Run, step: int) -> None:
-    """Steps that are repeated write their metrics again."""
+    """Drop metrics after `step`: repeated steps write them again."""
     if run.world.rank == 0:
         run.redone = run.folder.cut_metrics(step)
     paceline.barrier()

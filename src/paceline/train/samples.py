@@ -31,7 +31,7 @@ class ByteTokenizer:
         return bytes(tokens).decode(errors="replace")
 
     def digest(self) -> str:
-        """Equal for equal tokenizers: a run is not resumed with another one."""
+        """A hash of the tokenizer: a run cannot be resumed with another one."""
         return "bytes"
 
 
@@ -145,7 +145,7 @@ def _tokenizer(config: TrainConfig, corpus: Corpus, folder: Path) -> Tokenizer:
         return ByteTokenizer()
     file = folder / "tokenizer.json"
     with os.fdopen(open_to_write(folder / ".tokenizer.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks may not have met yet
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks may not have formed a group yet
         if not file.exists():
             part = file.with_suffix(".part")
             BPETokenizer.trained(corpus.train, config.vocabulary).save(part)

@@ -15,7 +15,7 @@ from paceline.train.config import TrainConfig
 logger = logging.getLogger("paceline")
 
 T = TypeVar("T")
-FAILURES = 3  # in a row; a server that is down may hold each call for minutes
+FAILURES = 3  # in a row; a server that is down may block each call for minutes
 
 
 class Tracker(NamedTuple):

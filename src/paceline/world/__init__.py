@@ -1,4 +1,5 @@
-"""Which rank this process is, in how large a world, and who says so. Needs no torch until a device is asked for."""
+"""The rank of this process, the size of the world, and where they were read. Needs no torch until a device is asked
+for."""
 
 from paceline.world.world import World
 

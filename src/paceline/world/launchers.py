@@ -43,11 +43,11 @@ def _world(
 
 
 def from_torchrun(env: Variables) -> World | None:
-    """RANK and WORLD_SIZE: torchrun, Kubeflow's PyTorchJob, `paceline run`, and anyone who sets them by hand."""
+    """RANK and WORLD_SIZE: torchrun, Kubeflow's PyTorchJob, `paceline run`, and users who set them by hand."""
     if not env.has("RANK", "WORLD_SIZE"):
         return None
     rank, size = env.rank_and_size("RANK", "WORLD_SIZE")
-    # If nothing says how many ranks share this machine: a loopback address says that all of them do.
+    # If the number of ranks on this machine is not given: a loopback address means that all of them are.
     local = (rank, size) if is_loopback(env.text("MASTER_ADDR")) else (0, 1)
     return _with_local_variables(env, "RANK and WORLD_SIZE", rank, size, local)
 

@@ -1,4 +1,5 @@
-"""The contenders: who takes part, by name. Nothing here loads torch; a contender is built in processes of its own.
+"""The contenders: those that take part, by name. Nothing here loads torch; a contender is built in processes of its
+own.
 
 A contender of your own is a function of a file, named as `FILE.py:FUNCTION`:
 

@@ -76,7 +76,7 @@ def wrapper_arguments(context: BuildContext) -> dict[str, Any]:
     if context.name in PLACEMENTS:
         found["placement"] = context.name
     if context.name.startswith("lanes"):
-        # As many as there are microbatches in a step, so that the work is that of the plain mode.
+        # One per microbatch of a step, so that the work equals that of the plain mode.
         found |= {"lanes": context.spec.ranks * context.spec.accumulate, "seed": context.spec.seed}
     if context.device.type == "cuda":
         found["device_ids"] = [context.device.index]

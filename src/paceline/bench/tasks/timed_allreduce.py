@@ -84,7 +84,7 @@ class AllReduceTask(GroupTask):
         low, high = (float(found) for found in torch.aminmax(self._buffer))
         if (low, high) != (expected, expected):
             raise RuntimeError(f"expected a sum of {expected:g} everywhere, got values between {low:g} and {high:g}")
-        # No rank may write into shared memory before all have looked.
+        # No rank may write into shared memory before all have checked.
         barrier()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The memory that this rank lets the others write to: arenas, and a pool of them for tensors that live elsewhere."""
+"""The memory that this rank shares with the others: arenas, and a pool of them for tensors that live elsewhere."""
 
 import ctypes
 import itertools
@@ -37,13 +37,13 @@ class Arenas:
         self.freed: deque[int] = deque()  # arenas whose memory is gone, and the peers were not told yet
 
     def allocate(self, nbytes: int, what: str) -> torch.Tensor:
-        """Zeroed bytes. They are given back when the last tensor that looks at them is gone."""
+        """Zeroed bytes. They are released with the last tensor that views them."""
         size = -(-nbytes // memfd.PAGE) * memfd.PAGE
         descriptor = memfd.create(size, what)
         number = next(self._numbers)
 
         def freed() -> None:
-            # May run in any thread, at any moment: each line is one step of the interpreter.
+            # May run in any thread at any time: each line is atomic in the interpreter.
             self._by_address.pop(address, None)
             gone = self._by_number.pop(number, None)
             if gone is not None and gone.descriptor is None:
@@ -56,7 +56,7 @@ class Arenas:
         return memfd.tensor_of(buffer)[:nbytes]
 
     def find(self, flat: torch.Tensor) -> tuple[Arena, int] | None:
-        """The arena that a tensor lives in, and where in it, in bytes."""
+        """The arena that holds a tensor, and the offset in it, in bytes."""
         address = flat.untyped_storage().data_ptr()
         arena = self._by_address.get(address)
         return None if arena is None else (arena, flat.data_ptr() - address)
@@ -68,7 +68,7 @@ class Arenas:
 class ArenaPool:
     """Arenas that are lent to one collective after another.
 
-    A large one is not kept before its size has been asked for again: most sizes of the start never come back.
+    A large one is kept only once its size has been requested again: most sizes at the start never recur.
     """
 
     def __init__(self, arenas: Arenas) -> None:
@@ -98,7 +98,7 @@ class ArenaPool:
 
     @property
     def kept(self) -> int:
-        """Bytes that nobody uses at the moment."""
+        """Bytes that are not in use."""
         return sum(block.numel() for block in self._free)
 
     def clear(self) -> None:

@@ -1,6 +1,6 @@
 """Which ranks can share memory, and how those of one host connect with each other and exchange descriptors.
 
-Every rank then tells all others whether it got through. So all come to the same answer, and none is left alone with
+Every rank then tells all others whether it succeeded. So all come to the same answer, and none is left alone with
 half a mesh.
 """
 
@@ -32,13 +32,14 @@ from paceline.typed_json import read_json
 
 CONNECT_S = 20.0  # for one peer that has posted its address
 SLICE_S = 0.1
-MAX_UNKNOWN = 128  # connections of which it is not known yet whose they are
-_HELLO: Any = tuple[str, int, str]  # the token of who is called; the rank and the token of who calls
+MAX_UNKNOWN = 128  # connections that have not identified themselves yet
+_HELLO: Any = tuple[str, int, str]  # the token of the called rank; the rank and the token of the caller
 
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """One rank. `cannot` says why it can share no memory with anybody; `requested` is the transport its user wants."""
+    """One rank. `cannot` says why it cannot share memory with any other; `requested` is the transport that its user
+    requested."""
 
     rank: int
     boot: str
@@ -76,7 +77,7 @@ class PeerInfo:
 
     @classmethod
     def decode(cls, text: str, rank: int) -> "PeerInfo":
-        """What that rank has posted. Raises MessageDamaged if it is no such thing."""
+        """The info that a rank has posted. Raises MessageDamaged if it is malformed."""
         try:
             found = read_json(cls, text, f"the address of rank {rank}")
         except Malformed as error:
@@ -130,7 +131,7 @@ def check_share_host(everyone: Sequence[PeerInfo]) -> None:
 
 
 class PeerListener:
-    """Where this rank can be reached, from before it says so until the mesh stands."""
+    """The socket at which this rank can be reached, open from before it is announced until the mesh is complete."""
 
     def __init__(self, rank: int, requested: str = "") -> None:
         self.own = PeerInfo.own(rank, requested)
@@ -149,7 +150,7 @@ class PeerListener:
 
 
 def connect(rendezvous: Rendezvous, listener: PeerListener, here: Sequence[PeerInfo]) -> Mesh:
-    """Form the mesh of the ranks `here`. All ranks of the group call it, and go on only if all succeed."""
+    """Form the mesh of the ranks `here`. All ranks of the group call it, and continue only if all succeed."""
     connecting, failed = _Connecting(rendezvous.place, listener, here), ""
     try:
         try:
@@ -168,8 +169,8 @@ def connect(rendezvous: Rendezvous, listener: PeerListener, here: Sequence[PeerI
 class _Connecting:
     """Makes one link with each of the others. Runs on a thread, and ends soon after it is told to stop.
 
-    Higher ranks call lower ones. A call goes through before it is answered, since the listener's queue holds all of
-    them, so nobody waits in a circle: first call, then answer, then hear the answers.
+    Higher ranks call lower ones. A connection succeeds before it is accepted, because the listener's queue holds all of
+    them, so there is no circular wait: first connect, then accept, then read the answers.
     """
 
     def __init__(self, place: Store, listener: PeerListener, here: Sequence[PeerInfo]) -> None:
@@ -216,8 +217,8 @@ class _Connecting:
         return peer, connection, to_own, to_peer
 
     def _answer(self, expected: dict[int, PeerInfo], sockets: ExitStack) -> None:
-        """Let the ranks above this one in. The names of sockets can be listed, so strangers may connect too: whoever
-        says nothing keeps nobody waiting."""
+        """Accept the ranks above this one. Socket names can be listed, so other processes may connect too: a connection
+        that sends nothing blocks no one."""
         assert self._listener is not None
         self._listener.setblocking(False)
         unknown: dict[socket.socket, None] = {}  # in the order in which they came
@@ -248,7 +249,7 @@ class _Connecting:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:  # it has left again
+        except BlockingIOError:  # it has disconnected again
             return
         if _user_of(connection) != self._own.user:
             connection.close()
@@ -262,7 +263,7 @@ class _Connecting:
         ready.register(connection, selectors.EVENT_READ)
 
     def _admit(self, connection: socket.socket, expected: dict[int, PeerInfo]) -> PeerLink | None:
-        """The link to whoever calls, if it is one of those that are expected."""
+        """The link to the caller, if it is one of the expected ranks."""
         connection.settimeout(1.0)
         try:
             data, (inbound, outbound, page) = _receive(connection, 3)
@@ -283,7 +284,7 @@ class _Connecting:
                 return ControlPage(descriptors[0])
 
     def _failure(self, reason: str) -> NoSharedMemory:
-        """Say so before the sockets close, so that the others name the cause and not what follows from it."""
+        """Report it before the sockets close, so that the others name the cause and not its consequences."""
         if self._place.check(["failed"]):
             return NoSharedMemory(self._place.get("failed").decode())
         self._place.set("failed", reason)

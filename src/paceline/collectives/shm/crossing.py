@@ -1,7 +1,7 @@
 """An all_reduce between hosts: the ranks that own the same slice, one per host, combine what their hosts made of it.
 
-Hosts tell each other what they are about to combine before any of it is sent: gloo would wait without end, or end the
-process, if sizes differ. The notes have connections of their own, so that they can travel ahead of sums.
+Hosts announce what they are about to combine before any of it is sent: gloo would wait forever, or end the
+process, if sizes differ. The notes have connections of their own, so that they can overtake sums.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class HostCrossing:
         self._summing = summing
 
     def departed(self) -> bool:
-        """Whether the slice is on its way: once all hosts are known to do the same. Never blocks.
+        """Whether the slice has been sent, which happens once all hosts are known to make the same call. Never blocks.
 
         Raises CollectiveMismatch, on all hosts, if they do not.
         """
@@ -85,7 +85,7 @@ class HostCrossing:
         return self._departed
 
     def arrived(self) -> bool:
-        """Whether all copies inside this host hold what all hosts have made of the slice. Never blocks."""
+        """Whether all copies inside this host hold the result of all hosts. Never blocks."""
         if not self.departed() or not (self._work is None or (self._work.done() and self._work.wait(0))):
             return False
         assert self._summing is not None
@@ -96,7 +96,7 @@ class HostCrossing:
         calls = [CodedCall(*row) for row in self._said.view(-1, 2).tolist()]
         if len(set(calls)) == 1 and calls[0].code != DIFFERENT:
             return
-        if self._error is not None:  # it says more
+        if self._error is not None:  # it is more specific
             raise self._error
         called = {
             _names(ranks): "different collectives" if call.code == DIFFERENT else call

@@ -28,10 +28,10 @@ class Operation:
     call: CodedCall
     arena: Arena | None  # where the others find the data, and at which byte
     offset: int
-    keep: object  # what must stay alive until it is complete
+    keep: object  # objects that must stay alive until it is complete
     read: Callable[[Sources], None] | None = None  # copies out of the others' memory; an all_reduce is summed instead
     after: Callable[[], None] | None = None  # runs when all ranks have finished
-    # The others read nothing that belongs to the caller, so for it this is over when this rank has read.
+    # The others read no memory of the caller, so for the caller it is complete when this rank has read.
     early: bool = False
     number: int = -1
     crossing: HostCrossing | None = None  # on its way between hosts
@@ -43,15 +43,15 @@ class Operation:
 
 
 class Engine:
-    """Moves the collectives of one rank forward, on the thread that asks.
+    """Moves the collectives of one rank forward, on the calling thread.
 
     The stages of a collective
     --------------------------
     queued → begun (its record is published) → done (this rank has done its part) → complete (all have). Every rank
-    takes every collective through them in the order in which it was started, so two counters per rank say all: the
+    takes every collective through them in the order in which it was started, so two counters per rank suffice: the
     n-th has been begun by all when the least `begun` is above n, and is complete when the least `finished` is. A rank
-    does its part only after all have begun, so nobody's memory is touched before its owner has let go of it. A record
-    may be overwritten, and memory used again, once the collective is complete: all have then read it.
+    does its part only after all have begun, so no memory is touched before its owner has released it. A record may be
+    overwritten, and memory used again, once the collective is complete: all have then read it.
     """
 
     def __init__(self, mesh: Mesh, arenas: Arenas, channel: Channel | None, owners: int, divide_by: int) -> None:
@@ -83,14 +83,14 @@ class Engine:
                 raise
 
     def progress(self) -> None:
-        """Do what can be done now. Never blocks, not even for another thread that is doing it already."""
+        """Do all possible work. Never blocks, not even for another thread that is already doing it."""
         if (self._completed < self._started or self._arenas.freed) and not self._lock.locked():
             with self._lock:
                 if self._poisoned is None and not self.mesh.closed and self.mesh.is_mine():
                     try:
                         self._advance()
                     except RuntimeError as error:
-                        self._failure = error  # raised by whoever waits, where it can be explained
+                        self._failure = error  # raised in the wait, where it can be explained
 
     def wait(self, operation: Operation, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -105,7 +105,7 @@ class Engine:
             self.poison(f"{type(error).__name__} while it waited for {operation}")
             raise
         if operation.error is not None:
-            # Made for whoever raises it: the engine outlives its replica, which the frames of a traceback would keep.
+            # A new error for each raise: the engine outlives its replica, which the traceback would keep.
             raise CollectiveMismatch(*operation.error.args, ranks=operation.error.ranks)
         return True
 
@@ -190,7 +190,7 @@ class Engine:
             operation.crossing.sum(prepared)
 
     def _cross(self) -> None:
-        """Let what is on its way between hosts depart and arrive, in order.
+        """Send and receive the slices between hosts, in order.
 
         If hosts differ this is the end of the transport, on all ranks of all hosts: those that own no slice learn it
         from those that do, as they leave.
@@ -225,13 +225,13 @@ class Engine:
             while freed:
                 self._preparation.forget(index if index < self.mesh.place else index + 1, freed.pop())
 
-    # Peers that are not there --------------------------------------------------------------------------------------
+    # Absent peers ----------------------------------------------------------------------------------------------
 
     def _awaited(self, operation: Operation) -> list[PeerLink]:
-        """One peer of each kind that this rank waits for; raises if one of them is gone.
+        """One peer of each kind that this rank waits for; raises if one of them has left.
 
-        One is enough: whoever is waited for last ends the wait, and the others are seen then. To wake up for each
-        would cost more than the reduction where there are more ranks than cores.
+        One is enough: the last awaited peer ends the wait, and the others are noticed then. Waking up for each
+        would cost more than the reduction if there are more ranks than cores.
         """
         mesh = self.mesh
         lacking = [link for link in mesh.links if link.finished <= operation.number]
@@ -251,7 +251,7 @@ class Engine:
         if reason.ranks:
             self.poison(reason.why, reason.ranks)
             raise PeerAbsent(f"rank {link.rank} stopped waiting: {reason.why}", ranks=reason.ranks)
-        # The words "connection closed" lead the watch to look for who died.
+        # The words "connection closed" make the watch look for a dead rank.
         text = f"connection closed by rank {link.rank}, which {operation} needs: {reason.why}"
         self.poison(text)
         raise RuntimeError(text)
@@ -261,7 +261,7 @@ class Engine:
 
         Why a transport with an abandoned collective is not used again
         --------------------------------------------------------------
-        The others may come to the abandoned collective at any time later: they would then read this rank's memory, with
+        The others may reach the abandoned collective at any later time: they would then read this rank's memory, with
         whatever it holds by then, and write to it. The owner of that memory takes new memory; the old one stays mapped
         where it is still written to and harms nobody.
         """

@@ -1,4 +1,4 @@
-"""Memory that several processes map. It has no name: a memfd is gone with the last process that holds it."""
+"""Memory that several processes map. It has no name: a memfd is released with the last process that holds it."""
 
 import ctypes
 import mmap
@@ -15,11 +15,11 @@ from paceline.errors import SharedMemoryFull
 
 Buffer = ctypes.Array[ctypes.c_char]
 PAGE = 4096
-WORTH_ASKING = 1 << 20  # below this, asking how much memory is left costs more than it saves
+WORTH_ASKING = 1 << 20  # below this, checking how much memory is left costs more than it saves
 
 
 class Descriptor:
-    """A file descriptor that is closed when nobody needs it any more."""
+    """A file descriptor that is closed when it is no longer referenced."""
 
     __slots__ = ("number",)
 
@@ -50,8 +50,8 @@ def receive(connection: socket.socket, nbytes: int, count: int) -> tuple[bytes, 
 
 
 def create(nbytes: int, what: str) -> Descriptor:
-    """A memfd of `nbytes` whose pages exist: what cannot be had is refused here, not by a SIGBUS later."""
-    # Pages of a memfd are promised without limit, and then the out-of-memory killer comes.
+    """A memfd of `nbytes` whose pages exist: a shortage raises an error here, instead of a SIGBUS later."""
+    # Pages of a memfd are overcommitted, and the OOM killer would act later.
     if nbytes >= WORTH_ASKING and (why := shortage(nbytes)):
         raise _full(nbytes, what, why)
     try:
@@ -70,7 +70,7 @@ def map_shared(memory: Descriptor, nbytes: int, *, populate: bool, freed: Callab
     -------------------
     It keeps a descriptor open for as long as the mapping lives (until Python 3.13), one per bucket and peer: 64 ranks
     would run into the usual limit of 1024. And it tells a weak reference of its end only after the address is free, so
-    that another thread may already have got new memory there, which would then be taken for ours.
+    that another thread may already have new memory there, which would be mistaken for this mapping.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -94,7 +94,7 @@ def _unmap(munmap: Callable[[int, int], int], address: int, nbytes: int, freed: 
 
 def tensor_of(buffer: Buffer) -> torch.Tensor:
     """The bytes of a buffer, kept mapped for as long as the tensor or a view of it lives."""
-    with torch.inference_mode(False):  # or the tensor could not be written outside of it
+    with torch.inference_mode(False):  # otherwise the tensor could not be written outside inference mode
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
 

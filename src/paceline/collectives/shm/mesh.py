@@ -1,4 +1,4 @@
-"""All links of one rank with the others of its host, and what they know of each other's progress."""
+"""All links of one rank with the others of its host, and each other's progress."""
 
 import contextlib
 import os
@@ -74,7 +74,7 @@ class PeerLink:
         self.seen = 0  # the same two as the peer's hint would say them
 
     def count(self) -> bool:
-        """Read from the kernel what the peer has signalled. False if that is nothing new."""
+        """Read the peer's signals from the kernel. False if there is nothing new."""
         try:
             value = os.eventfd_read(self.inbound.number)
         except BlockingIOError:
@@ -87,16 +87,16 @@ class PeerLink:
     def flush(self) -> bool:
         """Send queued notices, as far as the socket takes them. True when nothing is left."""
         sent = self.notices.flush()
-        self.count()  # if the peer turns out to have left: what it signalled before that still counts
+        self.count()  # if the peer has left: its earlier signals still count
         return sent
 
     def receive(self) -> None:
-        """Take all notices that have come."""
+        """Take all notices that have arrived."""
         self.notices.receive()
         self.count()  # as above
 
     def close(self) -> None:
-        """Also for children that were forked off: the counters are the parent's, and are not read."""
+        """Also in forked children: the counters are the parent's, and are not read."""
         self.notices.close()
         self.inbound.close()
         self.outbound.close()
@@ -108,7 +108,7 @@ Events = list[tuple[PeerLink, bool]]  # who signalled (False) or sent something 
 class Mesh:
     """One rank's place among the `ranks` of its host (their numbers within the group), `place` being its own.
 
-    Why data is seen by whoever has read the counter
+    Why data is visible after reading the counter
     ------------------------------------------------
     CPUs other than x86 let plain stores become visible in another order than they were made. So a rank never concludes
     from a plain load that another's data is there. The publisher writes its data and its record, and then adds to an
@@ -119,8 +119,8 @@ class Mesh:
     an owner who has counted `finished` writes to its memory again.
 
     The counters that each rank also keeps in its control page, as plain words, are a hint only: they say when the
-    system call is worth while. One that is seen late delays nobody who waits, since waits block on the eventfds. One
-    that is seen early finds nothing in the eventfd, and nothing is concluded.
+    system call is worth while. A late one delays no waiting rank, because waits block on the eventfds. An early one
+    finds nothing in the eventfd, and nothing is concluded.
     """
 
     def __init__(self, ranks: Sequence[int], place: int, links: Sequence[PeerLink], page: ControlPage) -> None:
@@ -141,7 +141,7 @@ class Mesh:
         self._spin_s = SPIN_S if len(self.ranks) <= cores else 0.0
 
     def is_mine(self) -> bool:
-        """False in a child that was forked off: it has the descriptors, but the rank is its parent."""
+        """False in a forked child: it has the descriptors, but its parent is the rank."""
         return os.getpid() == self._pid
 
     # Sending -------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Mesh:
         self._signal(BEGUN)
 
     def finish(self) -> None:
-        """Say that this rank has done its part of the next collective."""
+        """Signal that this rank has done its part of the next collective."""
         self._own_finished += 1
         self._signal(FINISHED)
 
@@ -191,7 +191,7 @@ class Mesh:
     # Receiving ------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Learn what others have begun and finished, at no cost when that is nothing."""
+        """Update what others have begun and finished, at no cost if nothing changed."""
         new = False
         for link in self.links:
             if link.hint[0] > link.seen and link.count():
@@ -200,7 +200,7 @@ class Mesh:
             self._add_up()
 
     def calls(self, number: int) -> list[bytes]:
-        """What each rank said about a collective that all have begun, in rank order."""
+        """The calls of all ranks for a collective that all have begun, in rank order."""
         calls = []
         for link in self.links:
             if link.notices.received < link.page.notices(number):
@@ -220,7 +220,7 @@ class Mesh:
         """Block until one of `awaited` signals, any peer sends or hangs up, or the time is over. The events are
         to be handled. It changes nothing, so several threads may sleep.
 
-        Where every rank has a core it looks at the hints for a moment first: to put a core to sleep and wake it up
+        If every rank has a core it polls the hints briefly first: putting a core to sleep and waking it up
         takes several times as long as a small collective.
         """
         if self._spin_s:
@@ -242,7 +242,7 @@ class Mesh:
         return [numbers[number] for number, _ in poll.poll(seconds * 1000)]
 
     def handle(self, events: Events) -> None:
-        """Take what these peers have signalled and sent."""
+        """Process the signals and notices of these peers."""
         for link, spoke in events:
             if spoke:
                 link.receive()
@@ -251,14 +251,14 @@ class Mesh:
         self._add_up()
 
     def _add_up(self) -> None:
-        # A rank that is alone on its host waits for nobody there.
+        # A rank that is alone on its host does not wait there.
         self.begun = min((link.begun for link in self.links), default=self._own_begun)
         self.finished = min((link.finished for link in self.links), default=self._own_finished)
 
     # Leaving -------------------------------------------------------------------------------------------------------
 
     def leave(self, reason: PeerExit) -> None:
-        """Hang up on all peers, saying why. What was signalled still counts, and so does what they have signalled."""
+        """Disconnect from all peers, with a reason. Earlier signals still count on both sides."""
         if not self.is_mine():
             return
         for link in self.links:

@@ -1,4 +1,4 @@
-"""What two ranks of one host send each other over a socket: memory that is shared or freed, and why a rank leaves."""
+"""The messages between two ranks of one host over a socket: memory that is shared or freed, and why a rank leaves."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ _REASON: Any = tuple[str, tuple[int, ...], bool]
 
 @dataclass(frozen=True)
 class PeerExit:
-    """Why a peer left. `ranks` are those at fault: it waited for them in vain, or there was a `mismatch` of calls."""
+    """Why a peer left. `ranks` are those at fault: its wait for them timed out, or there was a `mismatch` of calls."""
 
     why: str
     ranks: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class NoticeSocket:
         self.rank = rank
         self.connection = connection
         self.arenas: dict[int, torch.Tensor] = {}  # the peer's memory, by the peer's numbers
-        self.freed: list[int] = []  # of these, the ones the peer has freed; for the engine to forget
+        self.freed: list[int] = []  # arenas that the peer has freed; the engine drops them
         self.received = 0
         self.gone: PeerExit | None = None
         self._ended = False  # nothing more will come
@@ -76,13 +76,13 @@ class NoticeSocket:
             except OSError as error:
                 if error.errno == errno.ETOOMANYREFS:
                     return False
-                self._leave(PeerExit(str(error.strerror)))  # what it has sent can still be received
+                self._leave(PeerExit(str(error.strerror)))  # its earlier messages can still be received
                 return True
             unsent.popleft()
         return True
 
     def receive(self) -> None:
-        """Take all notices that have come. The socket does not block."""
+        """Take all notices that have arrived. The socket does not block."""
         resets = 0
         while not self._ended:
             try:
@@ -90,7 +90,7 @@ class NoticeSocket:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # The kernel says it once, before what the peer sent last, if it left without reading what we sent.
+                # The kernel reports it once, before the peer's last messages, if the peer left with unread data.
                 resets += 1
                 if resets == 1:
                     continue
@@ -114,7 +114,9 @@ class NoticeSocket:
     def _take(self, data: bytes, descriptors: list[Descriptor]) -> None:
         kind, number, nbytes = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (-1, 0, 0)
         if kind not in (_ARENA, _FREED, _EXIT) or nbytes < 0:
-            raise MessageDamaged(f"rank {self.rank} sent a notice of {len(data)} bytes that is none", ranks=[self.rank])
+            raise MessageDamaged(
+                f"rank {self.rank} sent a notice of {len(data)} bytes that is malformed", ranks=[self.rank]
+            )
         if kind == _EXIT:
             self._ended = True
             try:

@@ -1,4 +1,4 @@
-"""What a rank does in one collective, prepared from what all ranks say: once, since buckets recur in every step."""
+"""A rank's part in one collective, prepared from the calls of all ranks, once, because buckets recur in every step."""
 
 import struct
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Preparation:
         self._scratch = new_scratch()
 
     def prepare(self, calls: Sequence[bytes], key: bytes) -> Summing | Sources | CollectiveMismatch:
-        """What to do in a collective that ranks call so, or the error if they call different ones."""
+        """The work of a collective with these calls, or the error if they differ."""
         mesh, said = self._mesh, [CodedCall(*_CALL.unpack(call)[:2]) for call in calls]
         if len(set(said)) > 1:
             called = {f"rank {rank}": call for rank, call in zip(mesh.ranks, said, strict=True)}
@@ -42,7 +42,7 @@ class Preparation:
         prepared = self.known[key] = self._prepare(calls, said[0])
         return prepared
 
-    @torch.inference_mode(False)  # else the views could not be written outside of it
+    @torch.inference_mode(False)  # otherwise the views could not be written outside inference mode
     def _prepare(self, calls: Sequence[bytes], call: CodedCall) -> Summing | Sources:
         mesh, numel = self._mesh, call.numel
         views = [self._view(place, call.dtype, *_CALL.unpack(one)[1:]) for place, one in enumerate(calls)]
@@ -57,7 +57,7 @@ class Preparation:
         return Summing(views, call.op, bounds, self._divide_by, self._scratch)
 
     def _view(self, place: int, dtype: torch.dtype, numel: int, arena: int, offset: int) -> torch.Tensor:
-        """What one rank has brought."""
+        """The contribution of one rank."""
         if arena == NOWHERE:
             return torch.empty(0, dtype=dtype, device="cpu")
         own = place == self._mesh.place
@@ -65,7 +65,7 @@ class Preparation:
         return memory[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def forget(self, place: int, arena: int) -> None:
-        """Drop what looks at an arena, so that it can be unmapped. Its number is never used again."""
+        """Drop views of an arena, so that it can be unmapped. Its number is never reused."""
         at = place * _CALL.size
         for key in list(self.known):
             if _CALL.unpack_from(key, at)[2] == arena:

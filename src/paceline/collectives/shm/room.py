@@ -1,4 +1,4 @@
-"""How much memory this process may still take, as far as the kernel tells."""
+"""How much memory this process may still allocate, according to the kernel."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class _Names:
 
     limit: str
     used: str
-    cached: tuple[str, ...]  # file pages, which the kernel takes back when memory is short
+    cached: tuple[str, ...]  # file pages, which the kernel reclaims when memory is short
 
 
 _FIRST = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
@@ -22,7 +22,7 @@ _SECOND = _Names("memory.max", "memory.current", ("inactive_file", "active_file"
 
 
 def shortage(nbytes: int, proc: Path = PROC, groups: Path = GROUPS) -> str:
-    """Why `nbytes` more would bring the kernel's out-of-memory killer; empty if they would not, or nobody can tell."""
+    """Why `nbytes` more would trigger the OOM killer; empty if they would not, or if that is unknown."""
     machine = _numbers(proc / "meminfo")
     swap = machine.get("SwapFree", 0) * 1024
     if "MemAvailable" in machine and nbytes > (free := machine["MemAvailable"] * 1024 + swap):
@@ -40,7 +40,7 @@ def shortage(nbytes: int, proc: Path = PROC, groups: Path = GROUPS) -> str:
 
 
 def _groups_of_this_process(proc: Path, groups: Path) -> Iterator[tuple[Path, _Names]]:
-    """The control groups whose limits hold here: its own and all that this is a part of.
+    """The control groups whose limits hold here: its own and all its parents.
 
     Inside a container the path may be that of the host, of which only the end or nothing can be seen.
     """

@@ -29,7 +29,7 @@ def new_scratch() -> torch.Tensor:
 class Summing:
     """The part of one rank in an all_reduce: it combines its slice of all copies and writes the result to all of them.
 
-    Copies are added in rank order, into the first, so the bits do not depend on who came when. Half precision is added
+    Copies are added in rank order, into the first, so the bits do not depend on timing. Half precision is added
     in float32, in `scratch`, and rounded once. `Op.TREE` is added in the order of the tree and rounded at every node;
     its partial sums lie in the copies, which the result overwrites.
     """

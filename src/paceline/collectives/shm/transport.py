@@ -44,8 +44,8 @@ _ALL_REDUCE = {
 class ShmTransport:
     """Collectives over memory that all ranks of a host map. The calling thread does the work, in `progress` and `wait`.
 
-    Tensors that live in what `allocate` gave are combined where they are; others pass through memory of the
-    transport's own. What is not a dense CPU tensor goes through `fallback`, whose collectives are counted apart.
+    Tensors in memory from `allocate` are combined in place; others pass through memory of the transport's own. All but
+    dense CPU tensors go through `fallback`, whose collectives are counted separately.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ShmTransport:
         owners: int | None = None,
         divide_by: int | None = None,
     ) -> None:
-        """`again` makes another transport over the same ranks. For the others see `collectives.two_level`."""
+        """`again` creates another transport over the same ranks. For the others see `collectives.two_level`."""
         self.rank = mesh.place
         self.size = mesh.size
         self._mesh = mesh
@@ -71,7 +71,7 @@ class ShmTransport:
         self._scratch = new_scratch()
         self._engine = Engine(mesh, self._arenas, channel, owners or mesh.size, divide_by or mesh.size)
         self.watch: Watch = _PoisoningWatch(watch, self._engine)
-        # On the engine, which lives as long as a handle of a collective does.
+        # On the engine, which lives as long as any handle of a collective.
         weakref.finalize(self._engine, mesh.close)
 
     def traits(self, device: torch.device) -> Traits:
@@ -101,7 +101,7 @@ class ShmTransport:
         code = codes.BROADCAST | codes.DTYPES[flat.dtype] | root << codes.ROOT
         home = flat.detach()
         if root == self.rank:
-            return self._offer(code, home, lambda _: None)  # the root has it all
+            return self._offer(code, home, lambda _: None)  # the root has it already
 
         def read(sources: Sources) -> None:
             home.copy_(sources[0].view(home.shape))
@@ -168,7 +168,7 @@ class ShmTransport:
         return self._again(timeout_s)
 
     def close(self) -> None:
-        """Give back descriptors and the others' memory. Tensors from `allocate` stay as they are."""
+        """Release descriptors and the others' memory. Tensors from `allocate` remain valid."""
         self._engine.close()
         self._pool.clear()
         self._fallback.close()
@@ -232,7 +232,7 @@ class _ShmWork:
 
 
 class _PoisoningWatch:
-    """The watch of the group. What ends a wait with an error ends the use of the transport: see `Engine.poison`."""
+    """The watch of the group. A wait that ends with an error ends the use of the transport: see `Engine.poison`."""
 
     def __init__(self, watch: StoreWatch, engine: Engine) -> None:
         self._watch = watch
@@ -252,7 +252,7 @@ class _PoisoningWatch:
         self._watch.left()
 
     def absent(self) -> list[int]:
-        """Asked by who is about to raise PeerAbsent."""
+        """Called before PeerAbsent is raised."""
         ranks = self._watch.absent()
         names = ", ".join(f"rank {rank}" for rank in ranks) or "another rank"
         self._engine.poison(f"it waited for {names} longer than its timeout", tuple(ranks))
@@ -271,7 +271,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _reader(target: torch.Tensor) -> Callable[[Sources], None]:
-    """Fills `target` with what all ranks offer, in rank order."""
+    """Fills `target` with the data of all ranks, in rank order."""
 
     def read(sources: Sources) -> None:
         flat = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)

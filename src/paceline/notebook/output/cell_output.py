@@ -23,7 +23,7 @@ MAX_LINE = 2000
 OVERFLOW = "this cell has written more than 1 MiB: the rest is counted, and its last lines are shown when the cell ends"
 
 
-# ---- what waits in the fold for equal items of other ranks
+# ---- items that wait for equal ones of other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Clear:
 
 @dataclass
 class OutputItem:
-    """One thing that is shown. What paceline itself says has no ranks."""
+    """One shown item. paceline's own messages have no ranks."""
 
     ranks: tuple[int, ...]
     stream: str = ""
@@ -80,7 +80,7 @@ class OutputItem:
 
 @dataclass
 class LeftOut:
-    """What a rank wrote after the cell had reached its limit of output: how many characters, and the last lines."""
+    """Output of a rank beyond the cell's limit: the number of characters, and the last lines."""
 
     characters: int = 0
     last: deque[_Text] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
@@ -93,7 +93,7 @@ class LeftOut:
 class CellOutput:
     """Shows the output of ranks: a gutter with their numbers, equal lines once, bars in place.
 
-    What is shown is a list of items. When ranks clear their output, theirs are removed and the rest is shown again.
+    The output is a list of items. When ranks clear their output, their items are removed and the rest is shown again.
     """
 
     def __init__(self, ranks: Sequence[int], size: int, display: Display) -> None:
@@ -138,7 +138,7 @@ class CellOutput:
         self._publish(now)
 
     def tick(self, now: float) -> None:
-        """Show what has waited long enough."""
+        """Show items that have waited long enough."""
         for (rank, stream), emulator in self._emulators.items():
             if emulator.has_partial and now > emulator.written_at + QUIET_S:
                 if self._display.replaces:
@@ -160,7 +160,7 @@ class CellOutput:
         self._publish(float("inf"))
         self._blocks.draw(float("inf"))
 
-    # ---- what ranks write goes into the fold, in their order
+    # ---- ranks' output enters the fold in order
 
     def _write(self, event: Wrote, now: float) -> None:
         source = event.rank, event.stream
@@ -212,11 +212,11 @@ class CellOutput:
             self._add_text(event.rank, "stdout", f"({', '.join(event.data)})", now)
         else:
             self._settle_bars(event.rank)
-            # What has a display id may be replaced by one rank alone, so it is not folded with that of others.
+            # An item with a display id may be replaced by one rank only, so it is not folded with others.
             content = [event.data, event.metadata, [event.rank, event.display_id] if event.display_id else None]
             self._fold.add(event.rank, _Rich(json.dumps(content, sort_keys=True, default=str), event), now)
 
-    # ---- what comes out of the fold is shown
+    # ---- folded items are shown
 
     def _release(self, ranks: tuple[int, ...], folded: _Text | _Rich | _LiveArea | _Clear) -> None:
         if isinstance(folded, _Clear):
@@ -244,13 +244,13 @@ class CellOutput:
                 self._items += [OutputItem(ranks, stream, line) for line in text.split("\n")]
 
     def _replace(self, new: OutputItem) -> None:
-        """Replace what this or an earlier cell has shown."""
+        """Replace an item of this or an earlier cell."""
         assert new.display_id is not None
         self._replaced[new.display_id] = new
         self._items = [new if item.display_id == new.display_id else item for item in self._items]
 
     def _add_last_lines(self) -> None:
-        """For a cell that wrote too much: say how much is missing, and show the last lines, equal ones folded."""
+        """For a cell that wrote too much: report how much is missing, and show the last lines, equal ones folded."""
         if not self._left_out:
             return
         found: list[OutputItem] = []

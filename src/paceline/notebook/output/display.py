@@ -16,7 +16,7 @@ class Display(Protocol):
     """What a cell can show. Text is whole lines."""
 
     draws: bool  # figures and tables, not only text
-    replaces: bool  # what was shown can be replaced or cleared
+    replaces: bool  # shown items can be replaced or cleared
 
     def stream(self, name: str, text: str) -> None:
         """Write to "stdout" or "stderr"."""
@@ -26,10 +26,10 @@ class Display(Protocol):
     ) -> None: ...
 
     def live(self, display_id: str, text: str) -> None:
-        """Show lines that are going to change, in the place where they were first shown."""
+        """Show lines that will change, in the place where they were first shown."""
 
     def settle(self, display_id: str) -> None:
-        """These lines do not change any more."""
+        """These lines will not change again."""
 
     def clear(self, waits: bool) -> None: ...
 
@@ -76,7 +76,7 @@ def write(name: str, text: str) -> None:
 
 
 class _LiveLines:
-    """Lines that change, in a file: it gets their last state, since nothing can be redrawn in it."""
+    """Lines that change, in a file: only their last state is written, because nothing can be redrawn."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}

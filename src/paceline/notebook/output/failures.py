@@ -23,8 +23,8 @@ MAX_LAST_LINES = 6
 MAX_WIDTH = 300
 _CXX_PLACE = re.compile(r"^\[[^\]]*\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 _ARROW = re.compile(r"\s*-+> ?\d+")
-_EMPTY = re.compile(r"\s*(?:\d+ #)?\s*")  # also the comments that stand for lines of the notebook's cell
-# The path of the folder in which packages are installed adds nothing.
+_EMPTY = re.compile(r"\s*(?:\d+ #)?\s*")  # also the comments that replace lines of the notebook's cell
+# The path of the site-packages folder adds nothing.
 _FOLDERS = re.compile(r"(File (?:\x1b\[[0-9;]*m)*)[^\x1b\n]*/(?:(?:site|dist)-packages|lib/python3\.\d+)/")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 
@@ -44,7 +44,7 @@ class RanksFailed(PacelineError):
         return "; ".join([*deaths, *errors]) or "the cell failed"
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback of its own."""
+        """Called by IPython instead of its own traceback."""
         lines: list[str] = []
         for ranks, died in _same_deaths(self.outcome.deaths):
             lines += _render_death(ranks, died, self.size)
@@ -60,7 +60,7 @@ class RanksFailed(PacelineError):
         return lines
 
     def _errors(self) -> tuple[list["_Error"], list["_Error"]]:
-        """The errors, and those that follow from a death, from the stop button or from another rank's error."""
+        """The errors, and those caused by a death, by the stop button or by another rank's error."""
         groups: dict[object, list[Failed]] = {}
         for failed in sorted(self.outcome.failures, key=lambda failed: failed.rank):
             groups.setdefault(_signature(failed), []).append(failed)
@@ -101,7 +101,7 @@ class _Error:
         first = self.failures[0]
         *before, last = _sections(first)
         title = self.title(size, colour="\x1b[" in "".join(first.traceback))
-        less = 0 if room >= MAX_LINES else 2  # where there is little room, the user's line comes first
+        less = 0 if room >= MAX_LINES else 2  # if there is little room, the user's line comes first
         end = self._values(MAX_VALUES - less) or _ends(_message(last, first), MAX_MESSAGE - less)
         causes = [_cause(section) for section in reversed(before)]
         causes = _shorten(causes, max(1, MAX_CAUSES - less), "exceptions before")
@@ -168,7 +168,7 @@ def _ends(lines: list[str], count: int) -> list[str]:
 
 
 def _cause(section: Section) -> str:
-    """One line about an exception that led to the one that is shown."""
+    """One line about an exception that led to the shown one."""
     message = without_colours(section.message[0]) if section.message else "an exception"
     own = [frame for frame in section.frames if not frame.package] or list(section.frames)
     place = f" ({without_colours(own[-1].header).removesuffix(':')})" if own else ""
@@ -204,11 +204,11 @@ def _draw_frames(frames: Sequence[Frame], room: int) -> list[str]:
     shown = {
         number: [line for line in frame.lines if _ARROW.match(without_colours(line))] or list(frame.lines)
         for number, (frame, after) in enumerate(zip(frames, [*frames[1:], None], strict=False))
-        # Of a recursion, which repeats a place, the last frame.
+        # In a recursion, which repeats a place, the last frame.
         if (after is None and frame.lines) or not (frame.package or (after and after.where == frame.where))
     }
     while len(_rows(frames, shown)) > room and len(shown) > 1:
-        # What lies between goes first, then the library: the user's own line stays.
+        # Frames in between are dropped first, then the library's: the user's own line stays.
         numbers = list(shown)
         del shown[numbers[1 if len(shown) > 2 or frames[numbers[1]].package else 0]]
     for number in reversed(list(shown)):  # the lines around the arrow of the user's own frames, where there is room

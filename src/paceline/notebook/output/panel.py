@@ -1,7 +1,7 @@
 """The panel below a training cell: what each rank did, as HTML and as text.
 
-Takes what `rank.rank_requests.collect` returned on each rank. Nothing is loaded from anywhere, and all text that ranks
-sent is escaped.
+Takes what `rank.rank_requests.collect` returned on each rank. Nothing is loaded from the network, and all text that
+ranks sent is escaped.
 """
 
 from collections import Counter
@@ -43,7 +43,7 @@ def panel(timelines: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _sections(timelines: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, Replicas]]:
-    """The replicas of all ranks that belong together: of the n-th model with a name. Ranks in order."""
+    """The replicas of all ranks, grouped by model: the n-th of each name. Ranks in order."""
     found: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
     for rank, timeline in sorted(timelines.items()):
         seen: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Ranks as the user sees them: the tree of `%dist_status`, and their startup."""
+"""Ranks as the user sees them: the tree of `%dist_status`, and the startup."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

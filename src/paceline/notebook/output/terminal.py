@@ -11,12 +11,12 @@ from uuid import uuid4
 from paceline.launch.lines import spans
 from paceline.notebook.output.display import Display
 
-# More rows than this start another area: nobody rewrites lines so far back.
+# More rows than this start another area: lines so far back are not rewritten.
 MAX_ROWS = 16
 _MUCH = 1 << 16
 _REWRITES = re.compile(r"[\r\b]|\x1b\[[0-9;?]*[A-Zhlsu]")
 _TOKEN = re.compile(r"\r\n|[\n\r\b]|\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[^\n\r\b\x1b]+|\x1b")
-# The beginning of something whose end decides what it is.
+# An incomplete control sequence, whose end decides what it is.
 _UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*|\][^\x07\x1b]{0,200})?)\Z")
 _COMPLETE = re.compile(r"\b100 ?%|\b(\d+)/\1\b")
 _STYLE = re.compile(r"\x1b\[([0-9;]*)m")
@@ -72,7 +72,7 @@ class Area:
     at: int = 0
     is_over: bool = False
     changed: bool = True
-    ends_with_bar: bool = False  # text has come meanwhile: a bar after this one goes below it
+    ends_with_bar: bool = False  # text has arrived meanwhile: a bar after this one goes below it
 
     @property
     def row(self) -> Row:

@@ -1,1 +1,1 @@
-"""What runs in each rank of a notebook: a stock ipykernel that answers a few more messages."""
+"""The process of each rank of a notebook: a stock ipykernel that answers a few more messages."""

@@ -3,8 +3,8 @@
 **The traceback of KeyboardInterrupt is short, and made at once.** IPython reads and parses the source of every file on
 the way, which takes longer than all the rest of an interrupt. Only one thing matters in it: where the cell was.
 
-**No interrupt is lost.** Python drops what is raised in a destructor or in a callback of a weak reference; an interrupt
-that falls there is raised again outside of it.
+**No interrupt is lost.** Python drops exceptions raised in a destructor or in a callback of a weak reference; an
+interrupt that occurs there is raised again outside it.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ class RankKernel(IPythonKernel):
         _handle_interrupts(self.shell)
         self.shell.ask_exit = _stay
         warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)  # IPython's, on SystemExit
-        # Libraries look there for whether they can draw widgets, which reach no frontend from here.
+        # Libraries check this to see whether they can draw widgets, which reach no frontend from here.
         self.shell.config.pop("IPKernelApp", None)
         sys.meta_path.insert(0, TextBars())
         # debugpy's does nothing until a frontend attaches, and none can attach to a rank: ask as `%debug` does.
@@ -72,7 +72,7 @@ class RankKernel(IPythonKernel):
         self.io_loop.add_callback(lambda: None)
 
     async def paceline_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
-        """Do what the driver asks. Reply in any case: it waits for that."""
+        """Handle a request of the driver. Always reply, because it waits for that."""
         buffers: Sequence[bytes] = ()
         try:
             given = [bytes(buffer) for buffer in parent.get("buffers", ())]
@@ -91,7 +91,7 @@ class RankKernel(IPythonKernel):
 
 def _stay() -> None:
     """`exit` and `quit` end the cell, as sys.exit() does. IPython would end the process during a later one."""
-    raise SystemExit("the ranks stay; %dist_shutdown ends them")
+    raise SystemExit("the ranks keep running; %dist_shutdown ends them")
 
 
 class RankApp(IPKernelApp):
@@ -100,19 +100,19 @@ class RankApp(IPKernelApp):
     kernel_class: Any = Type(RankKernel, klass="ipykernel.kernelbase.Kernel").tag(config=True)
 
     def init_iopub(self, context: "zmq.Context[Any]") -> None:
-        """Output is never dropped, however much of it waits: the end of a cell is announced on the same channel."""
+        """Output is never dropped, however much of it is queued: the end of a cell is announced on the same channel."""
         context.setsockopt(zmq.SNDHWM, 0)
         super().init_iopub(context)  # type: ignore[no-untyped-call]
 
     def log_connection_info(self) -> None:
-        """Nobody else is to connect, so nothing is printed about how to."""
+        """No one else should connect, so the connection info is not printed."""
 
 
 class RankStream(OutStream):
-    """Sends text to the notebook. What is written to the descriptor itself is read there from outside of the rank.
+    """Sends text to the notebook. Text written to the descriptor itself is read from outside the rank.
 
-    Stock ipykernel puts a pipe in the place of descriptors 1 and 2 and reads it in a thread of the same process: what a
-    crash writes last would stay in that pipe. So descriptors are left alone (`--IPKernelApp.capture_fd_output=False`).
+    Stock ipykernel replaces descriptors 1 and 2 by a pipe and reads it in a thread of the same process: the last output
+    of a crash would stay in that pipe. So the descriptors are not replaced (`--IPKernelApp.capture_fd_output=False`).
     """
 
     flush_interval = 0.05
@@ -122,7 +122,7 @@ class RankStream(OutStream):
         return 1 if self.name == "stdout" else 2
 
     def write(self, string: str) -> int:
-        """Half of a surrogate pair is not valid Unicode: a message that holds one could not be sent."""
+        """Replace lone surrogates, which are not valid Unicode: a message with one could not be sent."""
         if isinstance(string, str) and not string.isascii():
             string = string.encode(errors="backslashreplace").decode()
         return int(super().write(string) or 0)
@@ -166,7 +166,7 @@ def _show(
 
 
 def _frames(shell: Any, trace: TracebackType | None) -> list[str]:
-    """Those of cells, and the one in which it was raised."""
+    """The frames of cells, and the one in which the exception was raised."""
     walked = list(_walk(trace))
     found = []
     for place, (code, number) in enumerate(walked):

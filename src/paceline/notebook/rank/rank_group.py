@@ -1,10 +1,10 @@
 """The process group of a rank: one per generation.
 
-**Why a file and not a port.** The ranks of a notebook meet over a file in the session's private folder. Nobody listens,
-so no rank is special: any of them may die and be started again while the others live on. A rank that waits at the file
-of an old generation can be freed from outside, by making the file unreadable (`rank_kernels/interrupt.py`).
+**Why a file and not a port.** The ranks of a notebook meet over a file in the session's private folder. No rank
+listens, so no rank is special: any of them may die and be started again while the others live on. A rank that waits at
+the file of an old generation can be freed from outside, by making the file unreadable (`rank_kernels/interrupt.py`).
 
-**Why connections are severed.** What an interrupt cannot end by a signal it ends by shutting down the sockets between
+**Why connections are severed.** What an interrupt cannot end by a signal, it ends by shutting down the sockets between
 ranks (`tcp_connections.py` says why): the collective raises at once, Python runs again, and raises KeyboardInterrupt.
 """
 
@@ -21,7 +21,7 @@ ABORT_S = 5.0
 
 
 class RankProcessGroup:
-    """The group that this rank is in, and how it leaves it."""
+    """The process group of this rank, and how the rank leaves it."""
 
     def __init__(self, identity: RankIdentity) -> None:
         self._identity = identity
@@ -40,10 +40,10 @@ class RankProcessGroup:
         _rejoin_replicas()
 
     def abort(self) -> None:
-        """End all that NCCL does for this rank. Collectives on the device then return, and so do threads that wait in
+        """Abort all NCCL work of this rank. Collectives on the device then return, and so do threads that wait in
         them.
 
-        In a thread of its own: with a peer that is gone it may never return, and requests must still be answered.
+        In a thread of its own: with a dead peer it may never return, and requests must still be answered.
         """
         import torch.distributed as dist
 
@@ -54,7 +54,7 @@ class RankProcessGroup:
             self._aborting.start()
 
     def _leave(self, peer_ports: list[int]) -> None:
-        """Leave the group. With connections severed first, nothing in it can wait for a rank that does not come."""
+        """Leave the group. With connections severed first, nothing in it can wait for a rank that will not come."""
         import torch.distributed as dist
 
         from paceline.start.forming import leave_group
@@ -69,7 +69,7 @@ class RankProcessGroup:
 
 
 def _rejoin_replicas() -> None:
-    """Replicas of ours go on in the new group, in their next forward. Nothing is loaded to find out if there are."""
+    """paceline's replicas continue in the new group, in their next forward. Nothing is loaded to find them."""
     if "paceline.replica.ddp" in sys.modules:
         from paceline.replica.membership import outlive_group
 

@@ -1,4 +1,4 @@
-"""What a rank does when the driver asks: set itself up, join a group, say where it is, exchange values, and so on."""
+"""The driver's requests to a rank: set itself up, join a group, report its position, exchange values, and so on."""
 
 import linecache
 import os
@@ -88,11 +88,12 @@ class RankRequests:
         return found
 
 
-# ---- where the cell of this rank is right now, seen from another thread
+# ---- the current position of this rank's cell, seen from another thread
 
 
 def position() -> dict[str, Any]:
-    """The line of the cell, what it waits in, if it waits for other ranks, and how many collectives it has begun."""
+    """The line of the cell, the call in which it waits for other ranks, if it does, and how many collectives it has
+    begun."""
     main = threading.main_thread()
     frames = list(_frames(sys._current_frames().get(main.ident or 0)))
     cell = next((frame for frame in frames if frame.f_code.co_filename.startswith(get_tmp_directory())), None)
@@ -111,7 +112,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _begun() -> int | None:
-    """Of torch's default group. It tells a rank that is stuck from one that is in the same line of a loop again."""
+    """Of torch's default group. It distinguishes a stuck rank from one that is at the same line of a loop again."""
     torch: Any = sys.modules.get("torch")
     group = None if torch is None else torch.distributed.group.WORLD
     try:

@@ -1,1 +1,1 @@
-"""The kernels of the ranks: processes, channels, one cell on them, the stop button, and who waits for whom."""
+"""The kernels of the ranks: processes, channels, one cell on them, the stop button, and which ranks wait for which."""

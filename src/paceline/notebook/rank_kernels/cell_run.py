@@ -17,7 +17,7 @@ from paceline.notebook.rank_kernels.waiting import WaitMonitor
 
 TICK_S = 0.05
 STOPPING_TICK_S = 0.01  # while ranks are being stopped
-FREED_S = 1.0  # after a death, how long the others have to find out by themselves
+FREED_S = 1.0  # after a death, how long the others have to notice it themselves
 # A widget needs its own kernel on the other side of its channel. Its text form is shown instead.
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -55,7 +55,7 @@ class CellRun:
             "store_history": True,
             "user_expressions": {},
             "allow_stdin": True,
-            "stop_on_error": False,  # or the next cell would be refused if it came at once
+            "stop_on_error": False,  # otherwise the next cell would be refused if it followed at once
         }
         metadata = {} if count is None else {"paceline": {"count": count}}
         for rank in ranks:
@@ -67,7 +67,7 @@ class CellRun:
             while self._busy:
                 self._turn()
         except BaseException:
-            for rank in self._busy:  # nobody listens any more
+            for rank in self._busy:  # no one listens any more
                 self._pump.kernels[rank].send("control", "interrupt_request", {})
             raise
         self._read_raw_output()
@@ -116,7 +116,7 @@ class CellRun:
                 self._fail(_failed(rank, message["content"]))
 
     def _fail(self, event: Failed) -> None:
-        """An error comes on both channels, or on one of them; what comes first counts."""
+        """An error arrives on both channels or on one of them; the first one counts."""
         if event.rank not in self._failures:
             self._failures[event.rank] = event
             self._take(event)
@@ -130,8 +130,8 @@ class CellRun:
         with self._stop.suspended():
             try:
                 answer = asks(f"[{received.rank}] {content.get('prompt', '')}")
-            except (EOFError, RuntimeError) as error:  # nobody is there to answer
-                self._take(Noticed(f"rank {received.rank} asks for input, and nobody can answer: {error}"))
+            except (EOFError, RuntimeError) as error:  # there is no one to answer
+                self._take(Noticed(f"rank {received.rank} asks for input, which cannot be given here: {error}"))
         kernel = self._pump.kernels[received.rank]
         if answer is not None:
             kernel.send("stdin", "input_reply", {"value": answer, "status": "ok"})
@@ -164,7 +164,7 @@ class CellRun:
                 self._take(Ended(died.rank))
             self._free_at = now + FREED_S
         if self._free_at is not None and now >= self._free_at:
-            # The group is broken. gloo has noticed by now; what waits at the store or on a GPU would not.
+            # The group is broken. gloo has noticed by now; a wait at the store or on a GPU would not.
             self._free_at = None
             close_store(self._store)
             if self._uses_nccl:
@@ -215,7 +215,7 @@ def _shown_by_reply(rank: int, content: Mapping[str, Any]) -> Iterator[Showed]:
             yield Showed(rank, {"text/plain": text}, {})
 
 
-# What a rank sends is made by code of the user's as well. A part that is of another kind counts as one that is missing.
+# User code can influence what a rank sends. A part of an unexpected type counts as missing.
 
 
 def _table(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:

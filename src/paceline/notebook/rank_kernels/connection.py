@@ -32,7 +32,7 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 
 
 class RankState(Enum):
-    """Where a rank is in its life, in this order."""
+    """The states of a rank, in this order."""
 
     STARTING = "starting Python"
     LOADING = "loading torch"
@@ -44,7 +44,7 @@ class RankState(Enum):
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What is known of a rank without asking it. `died` is empty while it lives, else e.g. "exited with 3"."""
+    """What is known about a rank without asking it. `died` is empty while it lives, else e.g. "exited with 3"."""
 
     rank: int
     pid: int
@@ -70,7 +70,7 @@ class RankReply:
 
 @dataclass
 class CellRequest:
-    """The cell that a rank is busy with, and what has come back of it."""
+    """The cell that a rank runs, and the replies received so far."""
 
     message_id: str
     replied_at: float | None = None
@@ -153,7 +153,7 @@ class KernelConnection:
             transport="ipc", ip=str(address), connection_file=str(file), session=self._session, context=self._context
         )
         client.write_connection_file()
-        # A rank asks for input on the stdin channel of the client whose cell it runs, which it knows by this identity.
+        # A rank asks for input on the stdin channel of the client whose cell it runs, which it identifies by this.
         identity = self._session.bsession
         self.sockets = {
             "iopub": client.connect_iopub(),
@@ -181,9 +181,9 @@ class KernelConnection:
         """The next message that waits in a channel, if there is one."""
         try:
             _, message = self._session.recv(self.sockets[channel], mode=zmq.NOBLOCK)
-        except (ValueError, TypeError, LookupError):  # not signed by the rank, or no message at all
+        except (ValueError, TypeError, LookupError):  # not signed by the rank, or not a message
             return None
-        if message is None or not is_message(message):  # code of the user's may send what it likes
+        if message is None or not is_message(message):  # user code may send anything
             return None
         if self.cell is not None:
             self._note(self.cell, channel, message, now)
@@ -200,7 +200,7 @@ class KernelConnection:
             cell.idle_at = now
 
     def mark_start(self) -> None:
-        """What the rank has written so far does not count as its last lines: a new process or a new cell starts."""
+        """A new process or cell starts: output so far does not count as its last lines."""
         self.out.mark_start()
         self.err.mark_start()
 
@@ -229,7 +229,7 @@ def private_folder() -> Iterator[Path]:
     """
     try:
         base = Path(tempfile.gettempdir())
-    except FileNotFoundError as error:  # it lists all that it has tried
+    except FileNotFoundError as error:  # it lists all folders that it has tried
         raise no_room("any folder for temporary files", error) from error
     base = base if len(str(base)) < LONGEST else Path("/tmp")
     _remove_abandoned(base)
@@ -237,7 +237,7 @@ def private_folder() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         lock = os.open(folder / "lock.new", os.O_WRONLY | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "lock.new").rename(folder / "lock")  # nobody sees it before it is held
+        (folder / "lock.new").rename(folder / "lock")  # it is not visible before it is locked
     except OSError as error:
         raise no_room(base, error) from error
     try:
@@ -258,9 +258,9 @@ def no_room(folder: Path | str, error: OSError) -> UsageError:
 def _remove_abandoned(base: Path) -> None:
     for left in base.glob(f"{PREFIX}*"):
         try:
-            # Not blocking, and no link: anyone may have made a file of that name.
+            # Non-blocking, and not following links: another user may have created a file of that name.
             lock = os.open(left / "lock", os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        except OSError:  # not made yet, gone meanwhile, or someone else's
+        except OSError:  # not created yet, removed meanwhile, or another user's
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

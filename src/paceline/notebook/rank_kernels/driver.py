@@ -26,7 +26,7 @@ from paceline.notebook.rank_kernels.message_pump import MessagePump, StopRequest
 from paceline.notebook.rank_kernels.start_options import StartOptions, environment_of, place_ranks
 from paceline.notebook.rank_kernels.startup import STARTUP, Startup, StartupProgress, form_group
 
-SETTLE_S = 1.0  # for a cell that nobody listened to
+SETTLE_S = 1.0  # for a cell whose output was not read
 LEAVE_S = 1.0  # how long ranks have to exit by themselves
 KILL_S = 5.0
 
@@ -35,7 +35,7 @@ _Found = TypeVar("_Found")
 
 
 def _by_one_thread(method: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
-    """Let one thread in at a time: of two, as in a kernel with subshells, each would take the other's replies."""
+    """Let one thread in at a time: with two, as in a kernel with subshells, each would take the other's replies."""
 
     @wraps(method)
     def alone(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
@@ -51,13 +51,13 @@ def _by_one_thread(method: Callable[_Given, _Found]) -> Callable[_Given, _Found]
 
 
 class RankKernels:
-    """N ranks, each a kernel of its own. The calling thread drives them; between calls nobody reads their messages."""
+    """N ranks, each a kernel of its own. The calling thread drives them; between calls their messages are not read."""
 
     def __init__(self, options: StartOptions, show: Callable[[StartupProgress], None]) -> None:
         """Start all ranks, and return when every one of them has replied and the group is formed.
 
-        Raises UsageError for what this machine cannot give, and RankStartFailed if a rank cannot start; then none is
-        left.
+        Raises UsageError for options that this machine cannot satisfy, and RankStartFailed if a rank cannot start; then
+        none is left.
         """
         self.devices = chosen = place_ranks(options)
         self.size = options.size
@@ -93,8 +93,8 @@ class RankKernels:
         startup.join(self._store, self.devices.backend)
 
     def close(self) -> None:
-        """End all ranks and all that they have started; idle ranks may exit by themselves. May be called again."""
-        with StopRequests():  # a user who stops the startup may press twice; the end is near
+        """End all ranks and their descendants; idle ranks may exit by themselves. May be called again."""
+        with StopRequests():  # a user who stops the startup may press twice; it is about to end
             self._undo.close()
 
     @_by_one_thread
@@ -144,7 +144,7 @@ class RankKernels:
     def _wait_until_idle(self, ranks: Sequence[int]) -> None:
         until = time.monotonic() + SETTLE_S
         while (busy := self._busy_among(ranks)) and time.monotonic() < until:
-            self._pump.poll(0.05)  # a cell that nobody listened to may have ended meanwhile
+            self._pump.poll(0.05)  # a cell whose output was not read may have ended meanwhile
         if busy:
             verb, them = ("is", "it") if len(busy) == 1 else ("are", "them")
             raise IllegalMove(
@@ -159,7 +159,7 @@ class RankKernels:
         return [kernel.rank for kernel in kernels if kernel.cell is not None]
 
     def _form_again(self, view: View, stop: StopRequests) -> None:
-        """Form a new group: after an interrupt, nobody knows which collectives were entered in the old one."""
+        """Form a new group: after an interrupt it is unknown which collectives were entered in the old one."""
         pump = self._pump
         if any(kernel.died is not None for kernel in pump.kernels):
             return  # restarting them forms it
@@ -205,18 +205,19 @@ class RankKernels:
             pump.kill(rank)
         while (left := [rank for rank in ranks if pump.kernels[rank].died is None]) and time.monotonic() < until:
             pump.poll(0.1, ())
-        # The user who killed them need not be told.
+        # Their deaths need not be reported to the user who killed them.
         pump.unreported_deaths = [died for died in pump.unreported_deaths if died.rank not in ranks]
         if left:
             pids = ", ".join(f"rank {rank} (pid {pump.kernels[rank].pid})" for rank in left)
             raise UsageError(
-                f"{pids} did not exit within {KILL_S:.0f} s after SIGKILL: the operating system holds it, as it does "
+                f"{pids} did not exit within {KILL_S:.0f} s after SIGKILL: the operating system blocks it, as it does "
                 f"while a device or a file system does not respond; nothing was started in its place"
             )
 
     @_by_one_thread
     def restart(self, ranks: Sequence[int], show: Callable[[StartupProgress], None]) -> None:
-        """New processes for these ranks, dead or alive; the others keep their variables. Forms the next generation."""
+        """Start new processes for these ranks, dead or alive; the others keep their variables. Forms the next
+        generation."""
         pump = self._pump
         pump.poll(0.0, ())
         others = [kernel for kernel in pump.kernels if kernel.rank not in ranks]

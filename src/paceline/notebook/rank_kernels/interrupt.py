@@ -1,12 +1,12 @@
 """Stopping a cell on all ranks, wherever they are in it.
 
-**Three steps.** First the stock interrupt of a kernel: SIGINT to the rank and to what it has started. Python code,
-sleeps, children and the waits of paceline end by that. A rank that is still busy a moment later is blocked in C++, in a
+**Three steps.** First the stock interrupt of a kernel: SIGINT to the rank and its child processes. Python code,
+sleeps, children and paceline's waits end by that. A rank that is still busy a moment later is blocked in C++, in a
 collective: its connections are severed (`rank/rank_group.py`), and the store over which ranks find each other is
 made unreadable, since forming a group waits there and not on a connection. NCCL is aborted first, which ends its
 kernels and takes a while; it would complain about connections and the store. In the end, all ranks form the next
 generation of the group: what was in flight is lost, and so are the handles of the old group, but no variable is. This
-is done after every interrupt, also when nothing had to be severed: one rank may have left a collective that another
+is done after every interrupt, even if nothing had to be severed: one rank may have left a collective that another
 never entered, and the next collective would meet the wrong partner.
 
 A rank that catches KeyboardInterrupt, to save something, may take its time. It is named after two seconds. Only a
@@ -45,13 +45,13 @@ class Interruption:
             self._pump.kernels[rank].send("control", "interrupt_request", {})
 
     def repeat(self, busy: Collection[int], now: float) -> None:
-        """The user asks once more."""
+        """The user asks again."""
         self._interrupt(busy)
         if self._kill_at is None:
             self._kill_at = max(now, self._began + KILLED_AFTER_S)
 
     def step(self, busy: Collection[int], now: float) -> Noticed | None:
-        """Do what is due for the ranks that are still busy."""
+        """Take the next due step for the ranks that are still busy."""
         waited = now - self._began
         if not busy:
             return None
@@ -78,7 +78,7 @@ class Interruption:
 
 
 def abort_groups(pump: MessagePump, ranks: Collection[int]) -> None:
-    """Abort everything that NCCL does for these ranks."""
+    """Abort all NCCL work of these ranks."""
     for rank in ranks:
         pump.kernels[rank].send("control", "paceline_request", {"op": "abort"})
 
@@ -92,8 +92,8 @@ def ports_of_others(replies: Mapping[int, RankReply], rank: int) -> Sequence[int
 def close_store(path: Path) -> None:
     """Free ranks that wait at the store: a link to itself cannot be opened, and torch raises instead of retrying.
 
-    A file that is missing would be waited for. A file that is there, but is no store, ends the process when the store
-    is released: torch checks whether it can be reached, and then writes to it.
+    A missing file would be waited for. An existing file that is not a store ends the process when the store is
+    released: torch checks whether it can be reached, and then writes to it.
     """
     with contextlib.suppress(FileNotFoundError):
         path.unlink()

@@ -23,17 +23,16 @@ from paceline.notebook.events import Died
 from paceline.notebook.rank_kernels.connection import CHANNELS, KernelConnection, Message, RankReply
 from paceline.process_status import oom_kills
 
-REAPER_KILLED = "was killed by the operating system, together with the reaper process that had started it"
-AT_ONCE = 256  # messages of one channel in one turn, so that a chatty rank does not hide the others
+REAPER_KILLED = "was killed by the operating system, together with the reaper process that started it"
+AT_ONCE = 256  # messages of one channel in one turn, so that a rank with much output does not block the others
 LAST_MS = 20  # how long to wait for more output of a dead rank
 
 
 class StopRequests:
-    """Counts requests to stop instead of raising KeyboardInterrupt in the middle of anything.
+    """Counts requests to stop instead of raising KeyboardInterrupt at arbitrary points.
 
-    A message that is half handled, or a line that is half shown, could not be repaired afterwards. Only waiting ends at
-    once, because `wakes` becomes readable. Python handles signals in the main thread only; in any other, nothing is
-    counted.
+    A half-handled message or a half-shown line could not be repaired afterwards. Only waiting ends at once, because
+    `wakes` becomes readable. Python handles signals in the main thread only; in any other, nothing is counted.
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ class RankMessage:
 
 @dataclass(eq=False)
 class PendingReplies:
-    """The ids of requests, by rank, and the replies so far. More arrive as long as someone holds this object."""
+    """The ids of requests, by rank, and the replies so far. More arrive as long as this object is referenced."""
 
     asked: Mapping[int, str]
     replies: dict[int, RankReply] = field(default_factory=dict)
@@ -94,7 +93,7 @@ class PendingReplies:
 class MessagePump:
     """The ranks of a session and their processes, as long as the session lives.
 
-    The processes are children of the launcher's reaper: none of them outlives this process, however it ends.
+    The processes are children of the launcher's reaper: none of them outlives this process.
     """
 
     def __init__(self, kernels: Sequence[KernelConnection]) -> None:
@@ -191,7 +190,7 @@ class MessagePump:
                 last += self._drain(kernel, "iopub")
         try:
             last_lines = kernel.last_lines()
-        except OSError as error:  # it is dead all the same
+        except OSError as error:  # it is dead in any case
             last_lines = (f"its last lines cannot be read: {error}",)
         kernel.died = Died(kernel.rank, self._how(event), last_lines)
         kernel.cell = None
@@ -217,7 +216,7 @@ class MessagePump:
         kind: str = "paceline_request",
         buffers: Sequence[bytes] = (),
     ) -> PendingReplies:
-        """Send each rank that lives its request. The replies come with later calls of `poll`."""
+        """Send each living rank its request. The replies come with later calls of `poll`."""
         asked = {
             rank: self.kernels[rank].send(channel, kind, content, buffers=buffers)
             for rank, content in requests.items()

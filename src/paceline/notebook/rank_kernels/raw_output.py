@@ -1,4 +1,4 @@
-"""What a rank writes outside of Python's streams: C libraries, children, and the last lines of a crash."""
+"""Output of a rank outside Python's streams: C libraries, children, and the last lines of a crash."""
 
 import codecs
 import ctypes
@@ -18,9 +18,9 @@ FALLOC_FL_PUNCH_HOLE = 2
 class RawOutput:
     """Descriptor 1 or 2 of one rank.
 
-    It is memory that the rank appends to and this process reads: no file that could fill a disk, no pipe that could
-    fill up and block the rank while nobody reads, and what a process wrote before it was killed is there. What was read
-    is given back to the operating system.
+    It is memory that the rank appends to and this process reads: not a file that could fill a disk, nor a pipe that
+    could fill up and block the rank while it is not read, and it keeps what a process wrote before it was killed. What
+    was read is released to the operating system.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,7 +32,7 @@ class RawOutput:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> str:
-        """What has come since the last call, at most `CHUNK` bytes of it."""
+        """The output since the last call, at most `CHUNK` bytes of it."""
         left_out = max(0, self.unread() - MAX_UNREAD)
         self._read_to += left_out
         data = os.pread(self.descriptor, CHUNK, self._read_to)
@@ -44,7 +44,7 @@ class RawOutput:
         return note + self._decoder.decode(data)
 
     def unread(self) -> int:
-        """How many bytes have come since the last call of `read`."""
+        """The number of new bytes since the last call of `read`."""
         return max(0, self._size() - self._read_to)
 
     def _size(self) -> int:
@@ -69,7 +69,7 @@ class RawOutput:
         return (*lines[max(0, crash - LAST_LINES) : crash + 1], *thread_stack(lines[crash:]))
 
     def mark_start(self) -> None:
-        """A new process or a new cell starts: nothing that came before counts as last lines."""
+        """A new process or a new cell starts: earlier output does not count as last lines."""
         self._start = self._size()
 
     def _free(self, end: int) -> None:

@@ -11,13 +11,13 @@ from paceline.launch.rank_environment import DEFAULTS, SURVIVORS, rendezvous_var
 FEW = 2
 TRANSPORTS = ("auto", "shm", "torch")
 HERE = ("localhost", "127.0.0.1", "::1")
-# What the process that started the user's own kernel told it about itself.
+# Variables by which the process that started the user's kernel described itself to it.
 NOT_FOR_RANKS = ("JPY_PARENT_PID", "JPY_INTERRUPT_EVENT", "JPY_SESSION_NAME")
 
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What the user asked for. `gpu_ids` and `backend` are chosen when they are None; empty `gpu_ids` is the CPU."""
+    """The user's options. `gpu_ids` and `backend` are chosen automatically if None; empty `gpu_ids` means the CPU."""
 
     size: int
     gpu_ids: tuple[int, ...] | None = None
@@ -27,11 +27,11 @@ class StartOptions:
 
 @dataclass(frozen=True)
 class RankDevices:
-    """One device for every rank. `gpu_ids` is empty on CPUs; `note` says what the user may not expect."""
+    """One device for every rank. `gpu_ids` is empty on CPUs; `note` is a hint about an unexpected choice."""
 
     devices: tuple[str, ...]
     gpu_ids: tuple[int, ...]
-    visible: str | None  # CUDA_VISIBLE_DEVICES of the ranks, where it is not this process's own
+    visible: str | None  # CUDA_VISIBLE_DEVICES of the ranks, if it differs from this process's own
     backend: str
     note: str = ""
 
@@ -45,7 +45,7 @@ def start_options(
     backend: str | None = None,
     master_addr: str | None = None,
 ) -> StartOptions:
-    """Check the options and fill in what was left out: a rank for each GPU that was named or is there, else two."""
+    """Check the options and fill in what was left out: one rank per named or existing GPU, else two."""
     if master_addr is not None and master_addr not in HERE:
         raise UsageError(
             f"--master-addr {master_addr}: the ranks of a notebook run on its own machine; leave the option out, or "
@@ -123,12 +123,12 @@ def _visible(chosen: tuple[int, ...]) -> str:
 
 
 def environment_of(options: StartOptions, chosen: RankDevices, master_port: int, rank: int) -> dict[str, str]:
-    """All variables of one rank: those of this process, torchrun's, and ours."""
+    """All variables of one rank: those of this process, torchrun's, and paceline's."""
     defaults = {
         **DEFAULTS,
         **SURVIVORS,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // options.size)),
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # else its debugger complains about Python itself
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # otherwise its debugger complains about Python itself
     }
     own = {
         **rendezvous_variables(rank, options.size, master_port),

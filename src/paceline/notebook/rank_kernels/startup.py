@@ -21,7 +21,7 @@ STARTUP = (RankState.STARTING, RankState.LOADING, RankState.JOINING)
 
 @dataclass(frozen=True)
 class StartupProgress:
-    """How far a startup has come. `note` is something that the user may not expect, or empty."""
+    """The progress of a startup. `note` is a hint about an unexpected choice, or empty."""
 
     ranks: tuple[RankFacts, ...]
     seconds: float
@@ -88,7 +88,7 @@ class Startup:
                 self._show_progress()
 
     def _check(self) -> None:
-        # Also a rank that was there before: the group needs all.
+        # Also a rank that existed before: the group needs all.
         died = next((kernel.died for kernel in self._pump.kernels if kernel.died), None)
         if died is not None:
             raise RankStartFailed(died.rank, f"it {died.how}", died.last_lines, was_there=died.rank not in self._ranks)
@@ -103,7 +103,7 @@ class Startup:
         for rank, error in form_group(self._pump, store, backend).items():
             raise RankStartFailed(rank, f"it could not join the group: {error}", ())
         for rank in self._ranks:
-            # Once its first message has come, that it is idle, nothing that the rank publishes is missed.
+            # After its first message, that it is idle, nothing that the rank publishes is missed.
             self._pump.kernels[rank].sockets["iopub"].poll(1000)
         self._show_progress()
 
@@ -123,7 +123,7 @@ def form_group(pump: MessagePump, store: Path, backend: str, stop: StopRequests 
         channel="shell",
         within_s=FORM_S,
         stop=stop,
-        on_failure=lambda: close_store(store),  # or they wait for each other as long as they can
+        on_failure=lambda: close_store(store),  # otherwise they would wait for each other
     )
     errors: dict[int, str] = {}
     for rank in everyone:

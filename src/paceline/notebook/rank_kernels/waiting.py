@@ -1,4 +1,4 @@
-"""Finds out, from time to time while a cell runs, which ranks wait for which, and says so when they are stuck."""
+"""Finds out, from time to time while a cell runs, which ranks wait for which, and reports it when they are stuck."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from paceline.notebook.rank_kernels.message_pump import MessagePump, PendingRepl
 
 AT_S = (2.0, 9.0, 29.0, 99.0)
 ANSWER_S = 0.5
-# Ranks that train are in a collective half of the time. A rank that waits is still in the same one when asked again.
+# Ranks that train are in a collective half of the time. A rank that waits is still in the same one at the next check.
 AGAIN_S = 1.0
-# All ranks in one and the same call may only be moving many bytes.
+# If all ranks are in the same call, they may just be moving many bytes.
 ALL_TOGETHER_S = 25.0
 MAX_SOURCE = 60
 MAX_PLACES = 3
@@ -21,14 +21,14 @@ Positions = Mapping[int, Mapping[str, Any]]
 
 
 class WaitMonitor:
-    """Asks busy ranks where they are when a cell has run for a while, and says so if some wait for others."""
+    """Asks busy ranks for their positions when a cell has run for a while, and reports if some wait for others."""
 
     def __init__(self, pump: MessagePump, now: float) -> None:
         self._pump, self._began = pump, now
         self._due = [now + wait_s for wait_s in AT_S]
         self._asked: PendingReplies | None = None
         self._asked_at = now
-        self._before: Positions | None = None  # where they were when they were first asked
+        self._before: Positions | None = None  # their positions at the first check
 
     def step(self, busy: Collection[int], now: float) -> str | None:
         """The sentence to show now, if there is one."""
@@ -75,7 +75,7 @@ class Position:
 def describe_waits(
     positions: Positions, idle: Collection[int], waited_s: float, *, silent: Collection[int] = ()
 ) -> str | None:
-    """Which ranks wait for which, `waited_s` seconds after the cell began; None while none does.
+    """Which ranks wait for which, `waited_s` seconds after the cell began; None if none does.
 
     `positions` are what busy ranks replied to "position". `idle` ranks have finished the cell, or do not run it;
     `silent` ones did not reply.
@@ -87,7 +87,7 @@ def describe_waits(
         return None
     after = f"after {waited_s:.0f} s"
     who = []
-    for position, ranks in list(calls.items())[:MAX_PLACES]:  # nobody reads a sentence that names more
+    for position, ranks in list(calls.items())[:MAX_PLACES]:  # a longer sentence would be unreadable
         place = "" if position.line is None else f" (line {position.line})"
         who.append(f"{name_ranks(ranks)} {_verb(ranks, 'waits', 'wait')} in {position.waits_in}{place}")
     if idle or silent or busy:
@@ -111,7 +111,7 @@ def _describe_busy(places: Mapping[Position, list[int]]) -> list[str]:
     found = []
     for position, ranks in list(places.items())[:MAX_PLACES]:
         source = f": {cut(position.source, MAX_SOURCE)}" if position.source else ""
-        where = f"at line {position.line}{source}" if position.line is not None else "busy outside of the cell's lines"
+        where = f"at line {position.line}{source}" if position.line is not None else "busy outside the cell's lines"
         found.append(f"{name_ranks(ranks)}, which {_verb(ranks, 'is', 'are')} {where}")
     elsewhere = sum(map(len, list(places.values())[MAX_PLACES:]))
     return [*found, f"{elsewhere} ranks elsewhere"] if elsewhere else found
