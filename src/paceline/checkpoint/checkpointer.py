@@ -112,6 +112,7 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         self._writing: BackgroundWrite | None = None
         self._orphan: BackgroundWrite | None = None  # of a world that is no more: some rank may not have done its part
+        self._save: Save | None = None  # the newest
         self._copies = {MODEL: HostCopy(), STATE: HostCopy()}
         self._refused: list[Path] = []
         self._place = RunDirectory(self.directory)
@@ -179,6 +180,8 @@ class Checkpointer:
         call it. A write that is under way may lack the part of a rank that is gone: if so, an event says it, and it is
         no problem of this world."""
         self._orphan = self._writing
+        if self._save is not None:
+            self._save.hurry()
         self._cadence.follow_group()
         self._place.follow_group()
 
@@ -276,7 +279,7 @@ class Checkpointer:
             metric=None if metrics[0] is None or not math.isfinite(metrics[0]) else metrics[0],
         )
         dealt = deal(state, described, homes, rank, compared=self._compare)
-        return SavePlan(self.directory, manifest, dealt, state.tree, rank), problem
+        return SavePlan(self.directory, manifest, dealt, state.tree, rank, self._place.check_owned), problem
 
     def _settle(self) -> NotSaved | None:
         self.close()
@@ -320,6 +323,7 @@ class Checkpointer:
         """Copy this rank's share, compare, and have it written. All ranks call it."""
         save = Save(plan, self._copies, self._group)
         if plan.team:
+            self._save = save
             self._writing = BackgroundWrite(plan.manifest.step, save.write, self._tidy, asynchronous=self._asynchronous)
 
     def _tidy(self, written: Snapshot) -> list[Path]:

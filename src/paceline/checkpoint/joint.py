@@ -20,6 +20,7 @@ from paceline.stored.directory import PRIVATE, FileRecord, make_directory
 from paceline.typed_json import read_json
 
 STALLED_S = 600.0  # a rank that has written nothing for so long is given up, where locks do not tell whether it lives
+ORPHAN_S = 5.0  # the same, when the group that it was in is no more
 LONGEST_PAUSE_S = 0.05
 
 
@@ -48,6 +49,7 @@ class JointWrite:
         self._rank = rank
         self._others = [other for other in team if other != rank]
         self._record = -1  # its descriptor
+        self.patience_s = STALLED_S  # may become less while ranks are waited for
 
     def enter(self) -> None:
         """Say that this rank is about to write. All ranks of the team do so before any of them is waited for."""
@@ -100,8 +102,7 @@ class JointWrite:
 
     def _wait_for(self, rank: int) -> bytes:
         """The record of a rank, or nothing if it has ended without one."""
-        record, pause, size = self._path_of(rank), 0.001, -1
-        deadline = time.monotonic() + STALLED_S
+        record, pause, size, grown_at = self._path_of(rank), 0.001, -1, time.monotonic()
         while True:
             # Opened each time: other machines see what was written when a file is opened.
             descriptor = os.open(record, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -115,9 +116,9 @@ class JointWrite:
             if not alive:
                 return b""
             if (grown := _size_of(self.home)) != size:
-                size, deadline = grown, time.monotonic() + STALLED_S
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"rank {rank} has written nothing for {STALLED_S:.0f} s")
+                size, grown_at = grown, time.monotonic()
+            if time.monotonic() > grown_at + self.patience_s:
+                raise CheckpointError(f"rank {rank} has written nothing for {self.patience_s:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

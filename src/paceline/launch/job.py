@@ -1,5 +1,6 @@
 """What a launcher is given and what it returns: a job, its listener, its failure and its outcome."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ class Job:
     `hang_timeout_s` replaces the learned timeout of the watchdog; 0 turns the watchdog off.
     `faults` are to happen on purpose; each is armed in all ranks until it has.
     With `elastic`, ranks whose script allows it are replaced one by one; `ranks` is the maximum of them then.
+    `token` tells its ranks from those of any other job; `run_id` is the user's, and need not.
     """
 
     command: tuple[str, ...]
@@ -65,6 +67,7 @@ class Job:
     role: str = "default"
     faults: tuple[Fault, ...] = ()
     elastic: ElasticTerms | None = None
+    token: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
 
     @property
     def slots(self) -> int:
