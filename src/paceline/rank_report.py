@@ -21,6 +21,7 @@ REPORT_NAME = "PACELINE_REPORT_FD"
 PROGRESS_NAME = "PACELINE_PROGRESS_FD"
 MEMBER_NAME = "PACELINE_MEMBER"  # the number of this process in an elastic job
 MEMBERSHIP_NAME = "PACELINE_MEMBERSHIP_FD"  # a pipe in which the launcher tells a member about its generation
+JOB_NAME = "PACELINE_JOB"  # the same in all processes of one job, and different in any other job
 STORE_HOST_NAME = "PACELINE_STORE_HOST"  # the address at which a member on another machine must run its store
 PROGRESS_SLOT = 64  # bytes for each rank: a cache line, so that ranks do not slow each other down
 RECORD_NAME = "PACELINE_DETERMINISM"  # a file for what a replica computes, and how many steps of it

@@ -1,5 +1,6 @@
 """The agent of a Ray job and what it is made of, without Ray: an agent is an object that Ray happens to hold."""
 
+import json
 import os
 import signal
 import time
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from paceline.launch import ElasticTerms, Job
+from paceline.launch.rank_environment import SURVIVORS, environment_of
 from paceline.process_status import read_status
 from paceline.ray import agent as agent_module
 from paceline.ray.agent import Agent
@@ -154,6 +157,17 @@ def test_ranks_meet_at_the_first_one_and_listen_at_their_own_address() -> None:
     assert found["PACELINE_STORE_HOST"] == "10.0.0.2"
     assert found["GLOO_SOCKET_IFNAME"] == "eth1"
     assert found["NCCL_SOCKET_IFNAME"] == "ib0"  # the user's
+
+
+def test_a_member_has_what_ranks_need_that_outlive_others(tmp_path: Path) -> None:
+    terms = ElasticTerms(minimum=1, maximum=2)
+    job = Job(command=("x",), ranks=2, run_dir=tmp_path, elastic=terms)
+    environment = placed(environment_of(job, 1, 99, 0, {}, member=5), 1, {0: place("a", 1), 1: place("b", 2)})
+    with agent() as one:
+        one.start(0, [THIS_PYTHON, "-c", "import json, os; print(json.dumps(dict(os.environ)))"], environment, "")
+        found = json.loads(joined(until(one, "exited"), "out"))
+    assert SURVIVORS.items() <= found.items()
+    assert (found["PACELINE_MEMBER"], found["PACELINE_JOB"]) == ("5", job.token)
 
 
 def test_pipe_ends_pass_on_more_than_a_pipe_holds_and_give_up_when_told() -> None:

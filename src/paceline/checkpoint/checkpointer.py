@@ -112,6 +112,7 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         self._writing: BackgroundWrite | None = None
         self._orphan: BackgroundWrite | None = None  # of an earlier world: some rank may not have written its part
+        self._save: Save | None = None  # the newest
         self._copies = {MODEL: HostCopy(), STATE: HostCopy()}
         self._refused: list[Path] = []
         self._place = RunDirectory(self.directory)
@@ -178,6 +179,8 @@ class Checkpointer:
         """The world has changed: forget what was known of its ranks. All ranks call it. If a write that is under way
         lacks the part of a rank that has left, an event reports it, and it is no error in the new world."""
         self._orphan = self._writing
+        if self._save is not None:
+            self._save.hurry()
         self._cadence.follow_group()
         self._place.follow_group()
 
@@ -275,7 +278,7 @@ class Checkpointer:
             metric=None if metrics[0] is None or not math.isfinite(metrics[0]) else metrics[0],
         )
         dealt = deal(state, described, homes, rank, compared=self._compare)
-        return SavePlan(self.directory, manifest, dealt, state.tree, rank), problem
+        return SavePlan(self.directory, manifest, dealt, state.tree, rank, self._place.check_owned), problem
 
     def _settle(self) -> NotSaved | None:
         self.close()
@@ -319,6 +322,7 @@ class Checkpointer:
         """Copy this rank's share, compare it, and start writing it. All ranks call it."""
         save = Save(plan, self._copies, self._group)
         if plan.team:
+            self._save = save
             self._writing = BackgroundWrite(plan.manifest.step, save.write, self._tidy, asynchronous=self._asynchronous)
 
     def _tidy(self, written: Snapshot) -> list[Path]:

@@ -20,6 +20,7 @@ from paceline.stored.directory import PRIVATE, FileRecord, make_directory
 from paceline.typed_json import read_json
 
 STALLED_S = 600.0  # a rank that writes nothing for this long counts as dead where locks cannot show whether it lives
+ORPHAN_S = 5.0  # the same, once the group that it was in has ended
 LONGEST_PAUSE_S = 0.05
 
 
@@ -48,6 +49,7 @@ class JointWrite:
         self._rank = rank
         self._others = [other for other in team if other != rank]
         self._record = -1  # its descriptor
+        self.patience_s = STALLED_S  # may become less while ranks are waited for
 
     def enter(self) -> None:
         """Announce that this rank is about to write. All ranks of the team do so before one of them waits for
@@ -101,8 +103,7 @@ class JointWrite:
 
     def _wait_for(self, rank: int) -> bytes:
         """The record of a rank, or nothing if it has ended without one."""
-        record, pause, size = self._path_of(rank), 0.001, -1
-        deadline = time.monotonic() + STALLED_S
+        record, pause, size, grown_at = self._path_of(rank), 0.001, -1, time.monotonic()
         while True:
             # Opened each time: other machines see what was written when a file is opened.
             descriptor = os.open(record, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -116,9 +117,9 @@ class JointWrite:
             if not alive:
                 return b""
             if (grown := _size_of(self.home)) != size:
-                size, deadline = grown, time.monotonic() + STALLED_S
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"rank {rank} has written nothing for {STALLED_S:.0f} s")
+                size, grown_at = grown, time.monotonic()
+            if time.monotonic() > grown_at + self.patience_s:
+                raise CheckpointError(f"rank {rank} has written nothing for {self.patience_s:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline.checkpoint import snapshots
+from paceline.checkpoint.checkpoint_errors import CheckpointError
 from paceline.checkpoint.ranks import OptionalGroup, homes_of, rank_and_size
+from paceline.checkpoint.tenure import Tenure
 from paceline.errors import UsageError
 from paceline.stored.directory import DirectoryLock, make_directory
 
@@ -32,12 +34,29 @@ class RunDirectory:
         self._homes = None
 
     def own(self) -> str:
-        """Keep other runs from saving here. Returns the current holder, or an empty string."""
+        """Keep other runs from saving here. Returns the current holder, or an empty string.
+
+        A rank of this job that was given up and cannot be ended loses the directory: what it is about to complete has
+        no home any more, and `check_owned` guards what it may begin.
+        """
         try:
             make_directory(self.path)
-            return self._lock.acquire()
+            tenure = Tenure.own()
+            holder = self._lock.acquire(str(tenure or ""))
+            if holder and tenure is not None and tenure.follows(holder):
+                self._lock.take_over(str(tenure))
+                snapshots.remove_unfinished(self.path)
+                holder = ""
+            return holder
         except OSError:  # the write will fail for the same reason, and report it
             return ""
+
+    def check_owned(self) -> None:
+        """Raise CheckpointError if a later generation of this job has taken the directory over."""
+        if self._lock.is_lost:
+            raise CheckpointError(
+                f"{self.path} belongs to a later generation of this job, which has given up this process"
+            )
 
     def release(self) -> None:
         """Let other runs save here."""

@@ -1,7 +1,7 @@
 """One save on one rank: copy its share of the state, compare it with the other ranks, and write it in a thread."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.checkpoint import snapshots
 from paceline.checkpoint.checkpoint_errors import CheckpointError
 from paceline.checkpoint.compare import check_copy, compare
-from paceline.checkpoint.joint import JointWrite
+from paceline.checkpoint.joint import ORPHAN_S, JointWrite
 from paceline.checkpoint.manifest import Manifest, file_name
 from paceline.checkpoint.ranks import OptionalGroup
 from paceline.checkpoint.sharing import Deal
@@ -27,6 +27,7 @@ class SavePlan:
     deal: Deal
     tree: bytes
     rank: int
+    check_owned: Callable[[], None]  # raises if the directory is this process's no more
 
     @property
     def team(self) -> tuple[int, ...]:
@@ -87,7 +88,17 @@ class Save:
         with suppress(OSError):  # first, because it may free space; tidying tries again, and reports errors
             snapshots.remove_abandoned(plan.directory)
         manifest = replace(plan.manifest, ranks=plan.team)
-        return write_snapshot(plan.directory, manifest, files, check=self._check, joint=joint)
+        return write_snapshot(plan.directory, manifest, files, check=self._check_all, joint=joint)
+
+    def hurry(self) -> None:
+        """Some of the ranks that write may be out of reach: do not wait for them for long."""
+        if self._joint is not None:
+            self._joint.patience_s = ORPHAN_S
+
+    def _check_all(self) -> None:
+        # By now there is a temporary directory, which whoever takes over removes: either that one or this one is late.
+        self._plan.check_owned()
+        self._check()
 
     def _expect(self, deal: Deal, digests: Sequence[int | None]) -> None:
         for digest, entry, piece in zip(digests, deal.entries, deal.compared, strict=True):

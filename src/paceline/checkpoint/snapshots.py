@@ -183,6 +183,15 @@ def remove_abandoned(directory: Path) -> list[Path]:
     return gone
 
 
+def remove_unfinished(directory: Path) -> None:
+    """Remove all half-written snapshots, also those that somebody still writes: they never get their names."""
+    for path in [path for path in directory.iterdir() if TEMPORARY.match(path.name)]:
+        aside = path.with_name(f"{path.name}.old-{secrets.token_hex(8)}")
+        with suppress(FileNotFoundError):  # it has just got its name
+            path.rename(aside)
+            shutil.rmtree(aside)
+
+
 def _age_s(path: Path) -> float:
     try:
         return time.time() - path.stat().st_mtime

@@ -1,5 +1,6 @@
 """The input and output of a launcher: a job, its listener, its failure and its outcome."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ class Job:
     `hang_timeout_s` replaces the learned timeout of the watchdog; 0 turns the watchdog off.
     `faults` are injected; each is armed in all ranks until it has happened. With `elastic`, lost ranks are replaced one
     by one if the script allows it; `ranks` is then the maximum.
+    `token` distinguishes the ranks of this job from those of any other; `run_id` comes from the user and need not.
     """
 
     command: tuple[str, ...]
@@ -65,6 +67,7 @@ class Job:
     role: str = "default"
     faults: tuple[Fault, ...] = ()
     elastic: ElasticTerms | None = None
+    token: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
 
     @property
     def slots(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from paceline.errors import UsageError
 from paceline.launch.job import Job
-from paceline.rank_report import MEMBER_NAME
+from paceline.rank_report import JOB_NAME, MEMBER_NAME
 
 LOOPBACK = "127.0.0.1"
 # Set unless the user has set them.
@@ -60,6 +60,7 @@ def environment_of(
         TORCHELASTIC_USE_AGENT_STORE="False",
         PACELINE_RUN_DIR=str(job.run_dir.absolute()),
     )
+    found[JOB_NAME] = job.token
     of_members = SURVIVORS if member is not None else {}
     found = {**DEFAULTS, **of_members, **({"OMP_NUM_THREADS": "1"} if job.ranks > 1 else {}), **found}
     if member is not None:

@@ -121,8 +121,8 @@ class _LockFile:
         """The process that signed it last."""
         return os.pread(self.descriptor, 200, 0).decode(errors="replace").strip()
 
-    def sign(self) -> None:
-        text = f"process {os.getpid()} on {socket.gethostname()}"
+    def sign(self, more: str) -> None:
+        text = f"process {os.getpid()} on {socket.gethostname()}{more}"
         if self.signed() != text:
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, f"{text}\n".encode(), 0)
@@ -142,8 +142,9 @@ class DirectoryLock:
         self._file: _LockFile | None = None
         self._warned = False
 
-    def acquire(self) -> str:
-        """Take the lock, unless this process has it already. Returns "", or the name of the other process that has it.
+    def acquire(self, more: str = "") -> str:
+        """Take the lock, unless this process has it already. Returns "", or the name of the other process that has it
+        and the `more` that it passed.
 
         Where files cannot be locked, a warning is logged once, and the directory counts as owned. Raises OSError if the
         directory does not exist.
@@ -164,10 +165,30 @@ class DirectoryLock:
             self.release()
             return holder
         try:
-            self._file.sign()
+            self._file.sign(more)
         except OSError as error:  # such as a full disk: the lock is valid without a name
             logger.debug("the owner could not be written to %s: %s", self._path, error)
         return ""
+
+    def take_over(self, more: str = "") -> None:
+        """Take the lock from a process that has it and must not, and is out of reach. That one finds out by `is_lost`,
+        and its next `acquire` refuses it. Raises OSError."""
+        fresh = self._path.with_name(f"{LOCK}.{secrets.token_hex(8)}")
+        file = _LockFile(fresh)
+        fcntl.lockf(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.sign(more)
+        fresh.replace(self._path)
+        self._open[_key(os.fstat(file.descriptor))] = self._file = file
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has taken the lock over."""
+        if (file := self._file) is None:
+            return False
+        try:
+            return _key(self._path.lstat()) != _key(os.fstat(file.descriptor))
+        except FileNotFoundError:  # removed by someone; it is made again by the next `acquire`
+            return False
 
     def release(self) -> None:
         """Let other processes have the directory, unless another object of this process still owns it."""
