@@ -16,6 +16,7 @@ from paceline.layout import BucketCaps, Layout, plan_layout
 from paceline.reducer.allocate import WHOLE, Sharding, make_buckets
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.conversion import follow_conversion
+from paceline.reducer.relayout import move_gradients
 from paceline.reducer.single_gradient import contribute_nothing_new
 from paceline.reducer.step_observer import StepObserver
 from paceline.trace import Moment, Trace
@@ -42,9 +43,9 @@ class BucketSet:
         for slot, shard in zip(self.slots, sharding.shards, strict=False):
             slot.shard = shard
         self.layout = layout
-        self._first = layout  # what all ranks begin with, before they have learned anything from each other
+        self.first = layout  # what all ranks begin with, before they have learned anything from each other
         self.buckets: list[Bucket] = []
-        self._planned: Layout | None = None
+        self.planned: Layout | None = None
 
     def allocate(self, transport: Transport) -> None:
         """Allocate the buckets of the layout and point every slot into them."""
@@ -104,44 +105,25 @@ class BucketSet:
         if not [slot for slot in self.slots if slot.param.dtype is not slot.meta.dtype]:
             return False
         metas = follow_conversion(self.slots, sharded=self.sharding.ownership is not None)
-        self._planned = None
+        self.planned = None
         self.layout = plan_layout(metas, self.layout.order, caps)
-        self._first = plan_layout(metas, self._first.order, caps)
+        self.first = plan_layout(metas, self.first.order, caps)
         if self.allocated:
             self.allocate(transport)
         return True
 
     def plan(self, layout: Layout) -> None:
         """Note a layout to move to; taken up by `relayout`."""
-        self._planned = layout if layout != self.layout else None
+        self.planned = layout if layout != self.layout else None
 
     def relayout(self, transport: Transport) -> bool:
         """Take up the planned layout. Gradients that are views move along; held ones keep the old layout in place."""
-        if self._planned is None or any(slot.held for slot in self.slots):
+        if self.planned is None or any(slot.held for slot in self.slots):
             return False
-        self.layout, self._planned = self._planned, None
+        self.layout, self.planned = self.planned, None
         if self.allocated:
-            self._move(transport)
+            move_gradients(self, transport)
         return True
-
-    def move_memory(self, transport: Transport) -> None:
-        """Take memory of another transport, and forget what was learned with the one before: ranks that were stopped in
-        different places may have taken up different layouts."""
-        self._planned, self.layout = None, self._first
-        if self.allocated:
-            self._move(transport)
-
-    def _move(self, transport: Transport) -> None:
-        """Reallocate the buckets. Gradients that are views move along."""
-        moved = [(slot, slot.view) for slot in self.slots if slot.attached()]
-        if not moved:  # then old and new buckets need not exist together
-            self.buckets.clear()
-            for slot in self.slots:
-                slot.leave_bucket()
-        self.allocate(transport)
-        for slot, old_view in moved:
-            slot.view.copy_(old_view)
-            slot.param.grad = slot.view
 
 
 class Schedule:
@@ -183,10 +165,6 @@ class Schedule:
         """The reduction is over, or was broken off: begin with the first bucket again."""
         self._next = self._completed = 0
         self.broken, self._patient = False, True
-
-    def start_over(self) -> None:
-        """With another set of ranks, which have reduced nothing together."""
-        self.reductions_begun = self.launch_digest = 0
 
     @property
     def stream_ordered(self) -> bool:

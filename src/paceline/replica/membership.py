@@ -28,6 +28,7 @@ from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import UsageError
 from paceline.member import in_elastic_job
 from paceline.placement import shard_size
+from paceline.reducer.other_ranks import follow_group
 from paceline.reducer.participation import discard_in_flight
 from paceline.replica import arguments, start_equal
 from paceline.replica.assembly import reduction_of, sharing
@@ -130,7 +131,7 @@ def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:
     if replica._built_alone != group.single:  # what a replica is made of depends on whether there are others
         _build_anew(replica)
         return
-    core.follow_group(reduction_of(replica) if core.batch.has_lanes else core.schedule.reduction)
+    follow_group(core, reduction_of(replica) if core.batch.has_lanes else core.schedule.reduction)
     replica._gate.begin_anew()
     if isinstance(core.schedule.observer, ReplicaMonitor):
         core.schedule.observer.begin_anew()
