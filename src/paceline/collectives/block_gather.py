@@ -1,7 +1,7 @@
 """Blocks of several tensors, of which every rank has some, gathered by one collective."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -9,10 +9,21 @@ from paceline.collectives.group import Group
 from paceline.collectives.protocols import Gather, ShardedTransport, Work
 from paceline.collectives.stream_work import used_here
 from paceline.collectives.subgroup import ranks_of
+from paceline.device_clock import stamp_end
 from paceline.errors import CollectiveMismatch
+from paceline.trace import Moment, Trace
+from paceline.traffic import Collective, CollectiveKind
 
 TAGS = 128  # that every floating point type tells apart
 VERSIONS_APART = 37  # in tags: the next version of one gather is not taken for another gather
+
+
+class _Flight(NamedTuple):
+    """A gather under way."""
+
+    work: Work
+    rows: torch.Tensor | None = None  # where the blocks come to, if not where they go
+    sent: torch.Tensor | None = None  # on a device, held as `StreamWork.order` asks for
 
 
 class BlockGather:
@@ -23,10 +34,13 @@ class BlockGather:
         own: Sequence[torch.Tensor],
         blocks: Sequence[Sequence[torch.Tensor]],
         tag: int = 0,
+        trace: Trace | None = None,
+        of: str = "",
     ) -> None:
         """`own`: the flat blocks that this rank brings. `blocks`: for each rank, where its blocks go; where this rank's
         own stand already, they are not copied. `tag` says which gather this is: ranks must come with the same one.
-        Blocks may be written to from `start` on, and not only in `finish`."""
+        Blocks may be written to from `start` on, and not only in `finish`. `trace`: where to leave stamps, as a gather
+        of the parameters `of` something."""
         self._own = list(own)
         self._blocks = [list(of_rank) for of_rank in blocks]
         self._sizes = [[block.numel() for block in of_rank] for of_rank in blocks]
@@ -34,7 +48,9 @@ class BlockGather:
         self._number = tag
         self.version = 0  # of what is gathered: ranks must come with the same one, too
         self._like = next(block for of_rank in blocks for block in of_rank)
-        self._flight: tuple[Work, torch.Tensor | None] | None = None
+        self._flight: _Flight | None = None
+        self._trace = trace
+        self._collective = Collective(CollectiveKind.GATHER, sum(map(sum, self._sizes)) * self._like.itemsize, of)
 
     @property
     def _tag(self) -> int:
@@ -46,7 +62,8 @@ class BlockGather:
             return
         if group.transport.traits(self._like.device).sharded:
             transport = cast(ShardedTransport, group.transport)
-            self._flight = transport.gather_blocks(self._own, self._blocks, self._tag), None
+            self.stamp(Moment.LAUNCHED)
+            self._flight = _Flight(transport.gather_blocks(self._own, self._blocks, self._tag))
             return
         sent = self._like.new_empty(self._width)
         if self._own:
@@ -54,19 +71,28 @@ class BlockGather:
             torch._foreach_copy_(list(sent[: sum(sizes)].split(sizes)), self._own)
         sent[-1:].fill_(self._tag)  # an assignment would copy it from the host, and wait
         rows = self._like.new_empty(group.size, self._width)
-        self._flight = group.transport.all_gather(rows.view(-1), sent), rows
+        self.stamp(Moment.LAUNCHED)
+        work = group.transport.all_gather(rows.view(-1), sent)
+        self._flight = _Flight(work, rows, sent if sent.is_cuda else None)
+        if self._trace is not None and self._trace.device_times:
+            stamp_end(self._trace, work, -1, self._collective)
 
-    def finish(self, group: Group, what: str) -> None:
-        """Wait for the blocks of all ranks, and have them where they go."""
+    def finish(self, group: Group, what: str, *, beside: bool = False) -> None:
+        """Wait for the blocks of all ranks, and have them where they go. `beside`: on a stream that nobody computes on,
+        so that it is no wait yet."""
         self.start(group)
         assert self._flight is not None
-        work, rows = self._flight
+        work, rows, _ = self._flight
+        if not beside:
+            self.stamp(Moment.WAIT_ENTERED)
         try:
             group.wait(work, what)
         except Exception:
             self._flight = None
             raise
         self._flight = None  # not before: who is interrupted waits again, for what the others have sent already
+        if not beside:
+            self.stamp(Moment.WAIT_LEFT)
         if rows is None:
             self._check_tags(cast(Gather, work).tags, group, what)
             return
@@ -79,7 +105,7 @@ class BlockGather:
 
     def comes(self, group: Group, what: str, seconds: float) -> bool:
         """Whether the blocks of all ranks come within so many seconds. It still has to be finished."""
-        return self._flight is None or group.wait_a_moment(self._flight[0], what, seconds)
+        return self._flight is None or group.wait_a_moment(self._flight.work, what, seconds)
 
     def forget(self) -> None:
         """Drop what is under way over a group that is no more."""
@@ -88,8 +114,13 @@ class BlockGather:
     def discard(self, group: Group) -> None:
         """Drop what is under way, when it is over."""
         if self._flight is not None:
-            (work, _), self._flight = self._flight, None
-            group.wait(work, "parameters that are not needed any more")
+            flight, self._flight = self._flight, None
+            group.wait(flight.work, "parameters that are not needed any more")
+
+    def stamp(self, moment: Moment) -> None:
+        """Leave a stamp, in the backward of the newest one."""
+        if self._trace is not None:
+            self._trace.stamp(moment, self._trace.backward, collective=self._collective)
 
     def _check_tags(self, tags: Sequence[float], group: Group, what: str) -> None:
         if strange := [rank for rank, tag in zip(ranks_of(group), tags, strict=True) if tag != self._tag]:

@@ -25,7 +25,7 @@ class Group:
     """Everyone who talks to other ranks asks the group of its replica each time, and nobody copies what it holds.
 
     So a move to other ranks (`move`) is one assignment, and no part of a replica can stay behind with the old ones. The
-    generation grows by one at every move.
+    generation grows with every move; in an elastic job it is the job's.
     """
 
     def __init__(self, transport: Transport, timeout_s: float | None = None, *, owned: bool = True) -> None:
@@ -56,12 +56,12 @@ class Group:
         with self.watching:
             finish(work, what=what, watch=self.transport.watch, timeout_s=self.timeout_s, meanwhile=meanwhile)
 
-    def move(self, transport: Transport) -> None:
-        """Go on over another transport. The one before is closed."""
+    def move(self, transport: Transport, generation: int | None = None) -> None:
+        """Go on over another transport. The one before is closed. `generation`: its number; None: the next one."""
         if transport is not self.transport:
             self.close()
             self.transport, self._owned = transport, True
-        self.generation += 1
+        self.generation = self.generation + 1 if generation is None else generation
 
     def wait_a_moment(self, work: Work, what: str, seconds: float) -> bool:
         """Wait no longer than this. Returns whether `work` is complete, or raises a typed error as `wait` does."""

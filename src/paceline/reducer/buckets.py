@@ -12,6 +12,7 @@ import torch
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
 from paceline.collectives.reduction_protocol import Reduction
+from paceline.device_clock import stamp_end
 from paceline.layout import BucketCaps, Layout, plan_layout
 from paceline.reducer.allocate import WHOLE, Sharding, make_buckets
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
@@ -204,7 +205,7 @@ class Schedule:
                 return
             bucket.complete(self.scale)
             bucket.move(BucketState.LAUNCHED)
-            self._trace.stamp(Moment.LAUNCHED, self.reductions_begun, bucket.spec.index)
+            self._trace.stamp(Moment.LAUNCHED, self.reductions_begun, bucket.spec.index, bucket.collective)
             if not bucket.skipped:
                 blocks = self.batch.blocks(bucket.spec.index, bucket.flat)
                 self.launch_digest = hash((self.launch_digest, bucket.key))
@@ -214,6 +215,8 @@ class Schedule:
                 self.broken = True  # until the reduction has returned
                 bucket.flight = self.reduction(bucket.grad_bucket(blocks, last=last), self._group.transport)
                 self.broken = False
+                if self._trace.device_times and self.stream_ordered:
+                    stamp_end(self._trace, bucket.flight.work, bucket.spec.index, bucket.collective)
             self._next += 1
             if bucket.on_host and not self.polls:
                 self._note_completed()
@@ -250,14 +253,14 @@ class Schedule:
         if bucket.state is BucketState.REDUCED:
             return
         index = bucket.spec.index
-        self._trace.stamp(Moment.WAIT_ENTERED, self.reductions_begun, index)
+        self._trace.stamp(Moment.WAIT_ENTERED, self.reductions_begun, index, bucket.collective)
         if bucket.flight is not None:
             if not (self.stream_ordered and bucket.flight.work.wait(0.0)):
                 self._wait(bucket.flight.work, f"bucket {index} of backward {self.reductions_begun}")
                 self._note_completed()
             bucket.store_result(bucket.flight.result())
         bucket.move(BucketState.REDUCED)
-        self._trace.stamp(Moment.WAIT_LEFT, self.reductions_begun, index)
+        self._trace.stamp(Moment.WAIT_LEFT, self.reductions_begun, index, bucket.collective)
 
     def busy_after_advancing(self) -> bool:
         """Let works of several collectives go on with the next one. Returns whether a collective is under way then."""
@@ -266,8 +269,8 @@ class Schedule:
 
     def _note_completed(self) -> None:
         while self._completed < self._next:
-            flight = self._bucket_set.buckets[self._completed].flight
-            if flight is not None and not flight.work.done():
+            bucket = self._bucket_set.buckets[self._completed]
+            if bucket.flight is not None and not bucket.flight.work.done():
                 return
-            self._trace.stamp(Moment.COMPLETED, self.reductions_begun, self._completed)
+            self._trace.stamp(Moment.COMPLETED, self.reductions_begun, self._completed, bucket.collective)
             self._completed += 1

@@ -18,6 +18,7 @@ def follow_group(reducer: "Reducer", reduction: Reduction) -> None:
     schedule, buckets = reducer.schedule, reducer.bucket_set
     schedule.reduction = reduction
     schedule.reductions_begun = schedule.launch_digest = 0  # they have reduced nothing together
+    reducer.trace.generation = reducer.group.generation
     reducer.batch.follow_group()
     reducer.divisor = reducer.batch.count
     buckets.planned, buckets.layout = None, buckets.first

@@ -49,13 +49,14 @@ class Reducer:
         settings: ReducerSettings,
         callbacks: BackwardCallbacks,
         lanes: Lanes | None,
+        trace: Trace,
     ) -> None:
         layout = buckets.layout
         check_goes_over(group.transport, reduction, layout.params[0].device)
         self.group = group
         self.settings = settings
         self.callbacks = callbacks
-        self.trace = Trace()
+        self.trace = trace
         self.bucket_set = buckets
         self.schedule = Schedule(self.bucket_set, group, reduction, self.trace, self.wait)
         self.batch: RankBatch | LaneBatch = RankBatch(self) if lanes is None else LaneBatch(self, lanes)

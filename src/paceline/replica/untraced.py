@@ -14,7 +14,19 @@ from typing import Any
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 # What runs in a step of anyone's. The reference trainer is not among it: its model is to be compiled.
-_CORE = ("agree", "bucket_plan", "collectives", "kernels", "layout", "reducer", "replica", "strategies", "trace")
+_CORE = (
+    "agree",
+    "bucket_plan",
+    "collectives",
+    "device_clock",
+    "kernels",
+    "layout",
+    "reducer",
+    "replica",
+    "strategies",
+    "trace",
+    "traffic",
+)
 
 # Called by torch's own forward and hook, which Dynamo inlines where `optimize_ddp="python_reducer"` was chosen.
 _TRACED = ("require_backward_grad_sync", "before_module", "run_module", "after_module")
