@@ -6,7 +6,12 @@ Writing a stamp costs a fraction of a microsecond, so tracing is always on. Read
 import time
 from collections import deque
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from paceline.traffic import Collective
+
+if TYPE_CHECKING:
+    from paceline.device_clock import DeviceClock, DeviceMoment
 
 
 class Moment(Enum):
@@ -20,7 +25,7 @@ class Moment(Enum):
     BACKWARD_END = "backward end"  # autograd has produced its last gradient
     READY = "ready"  # all gradients of a bucket are in it
     LAUNCHED = "launched"
-    COMPLETED = "completed"  # first seen complete
+    COMPLETED = "completed"  # first seen complete; on a device queued at once, so that only the device's time counts
     WAIT_ENTERED = "wait entered"
     WAIT_LEFT = "wait left"
     OPTIMIZER_BEGIN = "optimizer begin"
@@ -28,15 +33,19 @@ class Moment(Enum):
 
 
 class Stamp(NamedTuple):
-    """One moment. `bucket` is -1 for moments of the whole backward."""
+    """One moment. `bucket` is -1 for moments of the whole backward, and where parameters are gathered."""
 
     ns: int
     moment: Moment
     backward: int
-    bucket: int
+    bucket: int = -1
+    collective: Collective | None = None  # of those that are launched and waited for
+    generation: int = 0  # of the group
+    device: "DeviceMoment | None" = None  # when the device came by, if that was asked for
 
 
-# A bucket has five stamps in a backward. The ring holds some whole steps, however many buckets there are.
+# A bucket has five stamps in a backward, and more where parameters are gathered. The ring holds some whole steps,
+# however many buckets there are.
 STAMPS_PER_BUCKET = 5
 WHOLE_STEPS = 4
 
@@ -44,14 +53,28 @@ WHOLE_STEPS = 4
 class Trace:
     """The newest stamps of one replica."""
 
-    def __init__(self, capacity: int = 8192) -> None:
+    def __init__(self, capacity: int = 8192, clock: "DeviceClock | None" = None) -> None:
+        """`clock`: of the device that computes, if it is not the host."""
         self._stamps: deque[Stamp] = deque(maxlen=capacity)
         self._highest_bucket = capacity // (STAMPS_PER_BUCKET * WHOLE_STEPS)  # that there is room for
+        self.clock = clock
+        self.device_times = False  # whether stamps tell when the device came by, which costs it an event for each
+        self.generation = self.backward = 0  # of the group that works now, and of the newest stamp
 
-    def stamp(self, moment: Moment, backward: int, bucket: int = -1) -> None:
+    def stamp(
+        self,
+        moment: Moment,
+        backward: int,
+        bucket: int = -1,
+        collective: Collective | None = None,
+        device: "DeviceMoment | None" = None,
+    ) -> None:
         if bucket > self._highest_bucket:
             self._make_room(2 * bucket)
-        self._stamps.append(Stamp(time.perf_counter_ns(), moment, backward, bucket))
+        if self.device_times and device is None and self.clock is not None:
+            device = self.clock.now()
+        self.backward, now = backward, time.perf_counter_ns()
+        self._stamps.append(Stamp(now, moment, backward, bucket, collective, self.generation, device))
 
     def _make_room(self, buckets: int) -> None:
         self._highest_bucket = buckets

@@ -159,6 +159,7 @@ def train(member: int, script: Script) -> dict[str, Any]:
         "rate": scheduler.get_last_lr(),
         "worlds": worlds,
         "steps": steps,
+        "stamped": {stamp.generation for stamp in model.trace.stamps()},
     }
 
 
@@ -189,6 +190,9 @@ def check(job: Job, quiet: str, lost: int) -> None:
     assert {value["digest"] for value in job.values} == {quiet}
     assert len(job.losses) == lost
     assert not job.gave_up
+    for value in job.values:
+        numbers = [number for number, _, _ in value["worlds"]]  # an attempt may end before its first stamp
+        assert value["stamped"] <= set(numbers) and numbers[-1] in value["stamped"], "also on ranks that came later"
 
 
 def test_the_quiet_run_is_that_of_one_process(procs: Pool, quiet: str) -> None:

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.device_clock import DeviceClock, DeviceMoment
 from paceline.observe.timeline import Span, SpanKind, mean_ms, read_overlap, read_timeline
 from paceline.trace import Moment, Stamp, Trace
+from paceline.traffic import Collective, CollectiveKind
 
 M = Moment
 TILES = [kind for kind in SpanKind if kind is not SpanKind.HIDDEN]
@@ -111,6 +113,104 @@ def test_micros_that_are_not_reduced_belong_to_the_step_that_is() -> None:
     assert backward == [(12, 40), (62, 90), (125, 160), (175, 180)]
 
 
+BLOCK = Collective(CollectiveKind.GATHER, 64, "block")
+
+
+def of_gather(*moments: tuple[int, Moment]) -> list[Stamp]:
+    return [Stamp(ns, moment, 1, -1, BLOCK) for ns, moment in moments]
+
+
+def communication(spans: Sequence[Span]) -> list[tuple[str, int, int, int]]:
+    kinds = {SpanKind.HIDDEN: "hidden", SpanKind.EXPOSED: "exposed"}
+    return [(kinds[s.kind], s.begin_ns, s.end_ns, s.bucket) for s in spans if s.kind in kinds]
+
+
+def test_a_gather_is_hidden_until_its_parameters_are_needed() -> None:
+    gather = of_gather((2, M.LAUNCHED), (10, M.WAIT_ENTERED), (14, M.WAIT_LEFT))
+    spans = read_timeline(gather + step(0, 1))
+    assert communication(spans)[:2] == [("hidden", 2, 10, -1), ("exposed", 10, 14, -1)]
+    forward = [(span.begin_ns, span.end_ns) for span in spans if span.kind is SpanKind.FORWARD]
+    assert forward == [(0, 10), (14, 20)], "and the module did not run meanwhile"
+
+
+def test_a_gather_may_fly_from_one_step_into_the_next() -> None:
+    gather = of_gather((90, M.LAUNCHED), (140, M.WAIT_ENTERED), (145, M.WAIT_LEFT))
+    spans = read_timeline(step(0, 1) + gather + step(130, 2))
+    ours = [(span.step, kind, a, b) for span in spans for kind, a, b, n in communication([span]) if n == -1]
+    assert ours == [(1, "hidden", 90, 100), (2, "hidden", 100, 140), (2, "exposed", 140, 145)]
+
+
+def test_while_a_rank_waits_for_parameters_nothing_is_hidden() -> None:
+    gather = of_gather((33, M.LAUNCHED), (35, M.WAIT_ENTERED), (50, M.WAIT_LEFT))  # buckets fly till 40, and from 45 on
+    spans = read_timeline(gather + step(0, 1))
+    assert communication(spans) == [
+        ("hidden", 32, 35, 0),
+        ("exposed", 35, 50, -1),
+        ("hidden", 50, 60, 1),
+        ("exposed", 60, 75, 1),
+    ]
+
+
+def test_a_gather_that_was_over_early_was_not_under_way_any_more() -> None:
+    gather = of_gather((2, M.LAUNCHED), (5, M.COMPLETED), (10, M.WAIT_ENTERED), (10, M.WAIT_LEFT))
+    assert communication(read_timeline(gather + step(0, 1)))[0] == ("hidden", 2, 5, -1)
+
+
+def test_overlap_is_that_of_gradients() -> None:
+    gather = of_gather((33, M.LAUNCHED), (35, M.WAIT_ENTERED), (50, M.WAIT_LEFT))
+    assert read_overlap(gather + step(0, 1)) == read_overlap(step(0, 1))
+
+
+def test_every_generation_counts_its_backwards_anew() -> None:
+    old = [stamp._replace(backward=stamp.backward + 8) for stamp in step(0, 1)]
+    new = [stamp._replace(generation=1, ns=stamp.ns + 200) for stamp in step(0, 1) if stamp.moment is not M.COMPLETED]
+    new.append(Stamp(259, M.COMPLETED, 1, 1, None, 1))
+    found = read_overlap(old + new)
+    assert found["communication_s"] == pytest.approx(14e-9)
+    assert found["overlap"] == 1.0
+
+
+def on_device(stamp: Stamp, ns: int | None) -> Stamp:
+    """One of a device: when it came by, or that it has not."""
+    moment = DeviceMoment(DeviceClock(Never()), Never())
+    moment.known_ns = ns
+    return stamp._replace(device=moment)
+
+
+class Never:
+    """A device that comes to nothing."""
+
+    def captures(self) -> bool:
+        return False
+
+    def here(self) -> None:
+        return None
+
+    def after(self, work: object) -> None:
+        return None
+
+    def query(self) -> bool:
+        return False
+
+    def elapsed_time(self, end_event: object) -> float:
+        raise AssertionError
+
+
+def test_a_devices_times_take_the_place_of_the_hosts() -> None:
+    """The host has queued a whole step before the device begins with it."""
+    queued = [on_device(stamp._replace(ns=number), stamp.ns + 1000) for number, stamp in enumerate(step(0, 1))]
+    spans = read_timeline(queued)
+    assert shown(spans) == [(kind, a + 1000, b + 1000) for kind, a, b in shown(read_timeline(step(0, 1)))]
+    assert read_overlap(queued) == read_overlap(step(0, 1))
+
+
+def test_a_step_that_the_device_has_not_completed_is_none() -> None:
+    done = [on_device(stamp, stamp.ns) for stamp in step(0, 1)]
+    begun = [on_device(stamp, stamp.ns if stamp.ns < 161 else None) for stamp in step(100, 2)]
+    assert {span.step for span in read_timeline(done + begun)} == {1}
+    assert read_overlap(done + begun) == read_overlap(step(0, 1))
+
+
 def test_without_an_optimizer_a_reduction_is_a_step_and_a_rest_is_none() -> None:
     bare = [stamp for number in (1, 2) for stamp in step(100 * number, number) if "optimizer" not in stamp.moment.value]
     evaluation = stamps((400, M.FORWARD_BEGIN, 2), (450, M.FORWARD_END, 2))
@@ -207,8 +307,10 @@ def cut(draw: st.DrawFn) -> list[Stamp]:
     return trace[draw(st.integers(0, len(trace))) :]
 
 
+collectives = st.sampled_from([None, BLOCK, BLOCK._replace(of="other"), Collective(CollectiveKind.ALL_REDUCE, 8)])
 anything = st.lists(
-    st.builds(Stamp, st.integers(0, 200), st.sampled_from(Moment), st.integers(0, 3), st.integers(-1, 3)), max_size=40
+    st.builds(Stamp, st.integers(0, 200), st.sampled_from(Moment), st.integers(0, 3), st.integers(-1, 3), collectives),
+    max_size=40,
 )
 
 

@@ -1,6 +1,7 @@
 """Stamps in a ring."""
 
 from paceline.trace import Moment, Trace
+from paceline.traffic import Collective, CollectiveKind
 
 
 def test_stamps_are_kept_in_order() -> None:
@@ -45,3 +46,16 @@ def test_whole_steps_are_kept_however_many_buckets_there_are() -> None:
     held = [stamp.backward for stamp in trace.stamps()]
     assert all(held.count(backward) == 5 * buckets + 2 for backward in (5, 6, 7))
     assert trace.forgets
+
+
+def test_a_stamp_says_what_travels_and_in_which_generation() -> None:
+    trace = Trace()
+    sent = Collective(CollectiveKind.REDUCE_SCATTER, 1 << 20)
+    trace.stamp(Moment.LAUNCHED, 1, 2, sent)
+    trace.generation = 3
+    trace.stamp(Moment.FORWARD_BEGIN, 1)
+    launched, forward = trace.stamps()
+    assert (launched.collective, launched.generation) == (sent, 0)
+    assert (forward.collective, forward.generation, forward.bucket) == (None, 3, -1)
+    assert str(sent) == "reduce-scatter, 1,048,576 bytes"
+    assert str(Collective(CollectiveKind.GATHER, 12, "blocks.0")) == "gather of blocks.0, 12 bytes"

@@ -1,7 +1,7 @@
 """Blocks of several tensors, of which every rank holds some, gathered by one collective."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -9,11 +9,22 @@ from paceline.collectives.group import Group
 from paceline.collectives.protocols import Gather, ShardedTransport, Work
 from paceline.collectives.stream_work import used_here
 from paceline.collectives.subgroup import ranks_of
+from paceline.device_clock import stamp_end
 from paceline.errors import CollectiveMismatch
 from paceline.layout import aligned
+from paceline.trace import Moment, Trace
+from paceline.traffic import Collective, CollectiveKind
 
 TAGS = 128  # representable exactly in every floating point type
 VERSIONS_APART = 37  # in tags: the next version of one gather is not taken for another gather
+
+
+class _Flight(NamedTuple):
+    """A gather under way."""
+
+    work: Work
+    rows: torch.Tensor | None = None  # where the blocks come to, if not where they go
+    sent: torch.Tensor | None = None  # on a device, held as `StreamWork.order` asks for
 
 
 class BlockGather:
@@ -24,10 +35,13 @@ class BlockGather:
         own: Sequence[torch.Tensor],
         blocks: Sequence[Sequence[torch.Tensor]],
         tag: int = 0,
+        trace: Trace | None = None,
+        of: str = "",
     ) -> None:
         """`own`: this rank's flat blocks. `blocks`: the targets of each rank's blocks; if this rank's own are in place
         already, they are not copied. `tag` identifies the gather: ranks must pass the same one. Blocks may be written
-        to from `start` on, and not only in `finish`."""
+        to from `start` on, and not only in `finish`. `trace`: where to leave stamps, as a gather of the parameters `of`
+        a module."""
         self._own = list(own)
         self._blocks = [list(of_rank) for of_rank in blocks]
         self._sizes = [[block.numel() for block in of_rank] for of_rank in blocks]
@@ -36,7 +50,9 @@ class BlockGather:
         self._like = next(block for of_rank in blocks for block in of_rank)
         # Aligned, with room for the tag: NCCL moves rows that are not a fifth slower (two ranks over sockets).
         self._width = aligned(max(map(sum, self._sizes)) + 1, self._like.dtype)
-        self._flight: tuple[Work, torch.Tensor | None] | None = None
+        self._flight: _Flight | None = None
+        self._trace = trace
+        self._collective = Collective(CollectiveKind.GATHER, sum(map(sum, self._sizes)) * self._like.itemsize, of)
 
     @property
     def _tag(self) -> int:
@@ -48,7 +64,8 @@ class BlockGather:
             return
         if group.transport.traits(self._like.device).sharded:
             transport = cast(ShardedTransport, group.transport)
-            self._flight = transport.gather_blocks(self._own, self._blocks, self._tag), None
+            self.stamp(Moment.LAUNCHED)
+            self._flight = _Flight(transport.gather_blocks(self._own, self._blocks, self._tag))
             return
         sent = self._like.new_empty(self._width)
         if self._own:
@@ -56,19 +73,28 @@ class BlockGather:
             torch._foreach_copy_(list(sent[: sum(sizes)].split(sizes)), self._own)
         sent[-1:].fill_(self._tag)  # an assignment would copy it from the host, and wait
         rows = self._like.new_empty(group.size, self._width)
-        self._flight = group.transport.all_gather(rows.view(-1), sent), rows
+        self.stamp(Moment.LAUNCHED)
+        work = group.transport.all_gather(rows.view(-1), sent)
+        self._flight = _Flight(work, rows, sent if sent.is_cuda else None)
+        if self._trace is not None and self._trace.device_times:
+            stamp_end(self._trace, work, -1, self._collective)
 
-    def finish(self, group: Group, what: str) -> None:
-        """Wait for the blocks of all ranks, and copy them to their targets."""
+    def finish(self, group: Group, what: str, *, beside: bool = False) -> None:
+        """Wait for the blocks of all ranks, and copy them to their targets. `beside`: on a side stream, where no
+        computation waits yet."""
         self.start(group)
         assert self._flight is not None
-        work, rows = self._flight
+        work, rows, _ = self._flight
+        if not beside:
+            self.stamp(Moment.WAIT_ENTERED)
         try:
             group.wait(work, what)
         except Exception:
             self._flight = None
             raise
         self._flight = None  # only now: after an interrupt the wait is repeated, for data already sent
+        if not beside:
+            self.stamp(Moment.WAIT_LEFT)
         if rows is None:
             self._check_tags(cast(Gather, work).tags, group, what)
             return
@@ -81,7 +107,7 @@ class BlockGather:
 
     def comes(self, group: Group, what: str, seconds: float) -> bool:
         """Whether the blocks of all ranks arrive within `seconds`. `finish` must still be called."""
-        return self._flight is None or group.wait_a_moment(self._flight[0], what, seconds)
+        return self._flight is None or group.wait_a_moment(self._flight.work, what, seconds)
 
     def forget(self) -> None:
         """Drop a gather over a group that has ended."""
@@ -90,8 +116,13 @@ class BlockGather:
     def discard(self, group: Group) -> None:
         """Wait for the gather in progress and drop it."""
         if self._flight is not None:
-            (work, _), self._flight = self._flight, None
-            group.wait(work, "parameters that are not needed any more")
+            flight, self._flight = self._flight, None
+            group.wait(flight.work, "parameters that are not needed any more")
+
+    def stamp(self, moment: Moment) -> None:
+        """Leave a stamp, in the backward of the newest one."""
+        if self._trace is not None:
+            self._trace.stamp(moment, self._trace.backward, collective=self._collective)
 
     def _check_tags(self, tags: Sequence[float], group: Group, what: str) -> None:
         if strange := [rank for rank, tag in zip(ranks_of(group), tags, strict=True) if tag != self._tag]:

@@ -25,7 +25,7 @@ class Group:
     """All code that communicates asks its replica's group each time, and never copies its fields.
 
     So a move to other ranks (`move`) is one assignment, and no part of a replica keeps using the old ones. The
-    generation grows by one at every move.
+    generation grows with every move; in an elastic job it is the job's.
     """
 
     def __init__(self, transport: Transport, timeout_s: float | None = None, *, owned: bool = True) -> None:
@@ -56,12 +56,12 @@ class Group:
         with self.watching:
             finish(work, what=what, watch=self.transport.watch, timeout_s=self.timeout_s, meanwhile=meanwhile)
 
-    def move(self, transport: Transport) -> None:
-        """Continue over another transport. The previous one is closed."""
+    def move(self, transport: Transport, generation: int | None = None) -> None:
+        """Continue over another transport. The previous one is closed. `generation`: its number; None: the next one."""
         if transport is not self.transport:
             self.close()
             self.transport, self._owned = transport, True
-        self.generation += 1
+        self.generation = self.generation + 1 if generation is None else generation
 
     def wait_a_moment(self, work: Work, what: str, seconds: float) -> bool:
         """Wait at most `seconds`. Returns whether `work` is complete, or raises a typed error as `wait` does."""

@@ -1,7 +1,8 @@
 """What a rank did when: the stamps of one replica as spans of time.
 
 A step is one optimizer update; where no optimizer was seen, one reduction. Forward, backward, exposed communication,
-optimizer and idle divide a step without gaps. Hidden communication runs beside them.
+optimizer and idle divide a step without gaps. Hidden communication runs beside them. Where stamps have the times of a
+device, all times are that device's: see `device_clock.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,9 +10,12 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
+from paceline.device_clock import by_device
 from paceline.trace import Moment, Stamp
+from paceline.traffic import Collective, CollectiveKind
 
 Interval = tuple[int, int]
+Flights = list[tuple[Interval, int]]  # when, and of which bucket; -1 for parameters that are gathered
 
 
 class SpanKind(Enum):
@@ -19,14 +23,14 @@ class SpanKind(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    HIDDEN = "communication hidden"  # while autograd still made gradients
-    EXPOSED = "communication exposed"  # after the last gradient: the rank could only wait
+    HIDDEN = "communication hidden"  # while autograd still made gradients, or before gathered parameters were needed
+    EXPOSED = "communication exposed"  # after that: the rank could only wait
     OPTIMIZER = "optimizer"
     IDLE = "idle"  # none of these: data, loss, the user's own code
 
 
 class Span(NamedTuple):
-    """Nanoseconds of `time.perf_counter_ns`. `bucket` is -1 for what is not communication."""
+    """Nanoseconds of `time.perf_counter_ns`. `bucket` is -1 for what is not a bucket's communication."""
 
     kind: SpanKind
     begin_ns: int
@@ -43,10 +47,13 @@ def read_timeline(stamps: Iterable[Stamp]) -> list[Span]:
     """
     found: list[Span] = []
     number, reached = 0, None
-    for step in _steps(sorted(stamps, key=lambda stamp: stamp.ns)):
+    in_order = sorted(by_device(stamps), key=lambda stamp: stamp.ns)
+    under_way, waits = _gathers(in_order)
+    for step in _steps(in_order):
         begin, end = step[0].ns if reached is None else reached, step[-1].ns
         number = max(number + 1, max(stamp.backward for stamp in step))
-        found += sorted(_spans(step, begin, end, number), key=lambda span: (span.begin_ns, span.end_ns))
+        gathered = _within(under_way, begin, end), _within(waits, begin, end)
+        found += sorted(_spans(step, gathered, begin, end, number), key=lambda span: (span.begin_ns, span.end_ns))
         reached = end
     return found
 
@@ -64,12 +71,13 @@ def mean_ms(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def read_overlap(stamps: Sequence[Stamp]) -> dict[str, float]:
-    """Of the last backward that was reduced: communication, its exposed part, and the hidden share.
+    """Of the last backward that was reduced: communication of its gradients, the exposed part, and the hidden share.
 
-    Only buckets whose completion was seen count, which on a GPU no host sees.
+    Only buckets whose completion was seen count. No host sees that on a GPU, but the times of the device tell it.
     """
-    last = max((stamp.backward for stamp in stamps if stamp.moment is Moment.BACKWARD_END), default=None)
-    seen = [stamp for stamp in stamps if stamp.backward == last and stamp.moment is not Moment.WAIT_LEFT]
+    known = by_device(stamps)
+    last = max((_reduction(stamp) for stamp in known if stamp.moment is Moment.BACKWARD_END), default=None)
+    seen = [stamp for stamp in known if _reduction(stamp) == last and stamp.moment is not Moment.WAIT_LEFT]
     hidden_ns, exposed_ns = (sum(end - begin for (begin, end), _ in flights) for flights in _communication(seen))
     whole_ns = hidden_ns + exposed_ns
     if not whole_ns:
@@ -114,8 +122,20 @@ def _reductions(stamps: Sequence[Stamp]) -> list[list[Stamp]]:
 # ---- what is in a step
 
 
-def _spans(stamps: Sequence[Stamp], begin: int, end: int, step: int) -> list[Span]:
+def _reduction(stamp: Stamp) -> tuple[int, int]:
+    """Which reduction it is of. Every generation of the group begins to count anew."""
+    return stamp.generation, stamp.backward
+
+
+def _spans(
+    stamps: Sequence[Stamp], gathered: tuple[list[Interval], list[Interval]], begin: int, end: int, step: int
+) -> list[Span]:
     hidden, exposed = _communication(stamps)
+    under_way, waits = gathered
+    if under_way or waits:  # whatever else flies meanwhile, while the rank waits it is exposed
+        hidden = [(left, bucket) for flight, bucket in hidden for left in _minus([flight], waits)]
+        exposed = _beside(exposed, waits)
+        hidden = _beside(hidden, _minus(under_way, _merged(interval for interval, _ in exposed)))
     found = [Span(SpanKind.HIDDEN, *interval, step, bucket) for interval, bucket in hidden]
     found += [Span(SpanKind.EXPOSED, *interval, step, bucket) for interval, bucket in exposed]
     taken = _merged(interval for interval, _ in exposed)
@@ -132,34 +152,62 @@ def _spans(stamps: Sequence[Stamp], begin: int, end: int, step: int) -> list[Spa
     return found
 
 
-Flights = list[tuple[Interval, int]]  # when, and of which bucket
-
-
 def _communication(stamps: Sequence[Stamp]) -> tuple[Flights, Flights]:
     """Hidden and exposed. Of buckets in flight at the same time, the time belongs to the one that left first."""
-    launched: dict[tuple[int, int], int] = {}
-    landed: dict[tuple[int, int], int] = {}
-    last_gradient: dict[int, int] = {}
-    for ns, moment, backward, bucket in stamps:
-        if moment is Moment.LAUNCHED:
-            launched.setdefault((backward, bucket), ns)
-        elif moment in (Moment.COMPLETED, Moment.WAIT_LEFT):
-            landed.setdefault((backward, bucket), ns)
-        elif moment is Moment.BACKWARD_END:
-            last_gradient[backward] = ns
+    launched: dict[tuple[tuple[int, int], int], int] = {}
+    landed: dict[tuple[tuple[int, int], int], int] = {}
+    last_gradient: dict[tuple[int, int], int] = {}
+    for stamp in stamps:
+        reduction = _reduction(stamp)
+        if stamp.moment is Moment.BACKWARD_END:
+            last_gradient[reduction] = stamp.ns
+        elif _is_gather(stamp):
+            continue
+        elif stamp.moment is Moment.LAUNCHED:
+            launched.setdefault((reduction, stamp.bucket), stamp.ns)
+        elif stamp.moment in (Moment.COMPLETED, Moment.WAIT_LEFT):
+            which = reduction, stamp.bucket
+            landed[which] = min(stamp.ns, landed.get(which, stamp.ns))
     hidden: Flights = []
     exposed: Flights = []
     reached = 0
-    for (backward, bucket), begin in sorted(launched.items(), key=lambda item: item[1]):
-        begin, end = max(begin, reached), landed.get((backward, bucket), 0)
+    for (reduction, bucket), begin in sorted(launched.items(), key=lambda item: item[1]):
+        begin, end = max(begin, reached), landed.get((reduction, bucket), 0)
         if end <= begin:
             continue
         # If it is missing, the ring buffer has dropped it together with everything before it.
-        border = min(max(begin, last_gradient.get(backward, begin)), end)
+        border = min(max(begin, last_gradient.get(reduction, begin)), end)
         hidden += [((begin, border), bucket)] if border > begin else []
         exposed += [((border, end), bucket)] if end > border else []
         reached = end
     return hidden, exposed
+
+
+def _is_gather(stamp: Stamp) -> bool:
+    return stamp.collective is not None and stamp.collective.kind is CollectiveKind.GATHER
+
+
+def _gathers(stamps: Sequence[Stamp]) -> tuple[list[Interval], list[Interval]]:
+    """When gathers of parameters were under way, as long as nobody needed them; and when somebody waited for them."""
+    launched: dict[Collective, int] = {}
+    landed: dict[Collective, int] = {}
+    entered: dict[Collective, int] = {}
+    under_way: list[Interval] = []
+    waits: list[Interval] = []
+    for stamp in stamps:
+        if (which := stamp.collective) is None or not _is_gather(stamp):
+            continue
+        if stamp.moment is Moment.LAUNCHED:
+            launched[which] = stamp.ns
+        elif stamp.moment is Moment.COMPLETED:
+            landed[which] = stamp.ns
+        elif stamp.moment is Moment.WAIT_ENTERED:
+            entered[which] = stamp.ns
+        elif stamp.moment is Moment.WAIT_LEFT and which in entered:
+            begin, end = entered.pop(which), stamp.ns
+            under_way.append((launched.pop(which, begin), min(begin, landed.pop(which, begin))))
+            waits.append((begin, end))
+    return _merged(under_way), _merged(waits)
 
 
 def _reduced(stamps: Sequence[Stamp]) -> list[Interval]:
@@ -198,6 +246,16 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
         elif end > begin:
             found.append((begin, end))
     return found
+
+
+def _within(intervals: Iterable[Interval], begin: int, end: int) -> list[Interval]:
+    return [(max(begin, one), min(end, other)) for one, other in intervals if max(begin, one) < min(end, other)]
+
+
+def _beside(flights: Flights, intervals: Sequence[Interval]) -> Flights:
+    """The flights, and what of `intervals` is in none of them."""
+    rest = _minus(intervals, _merged(interval for interval, _ in flights))
+    return [*flights, *((interval, -1) for interval in rest)]
 
 
 def _minus(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:

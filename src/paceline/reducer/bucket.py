@@ -15,6 +15,7 @@ from paceline.reducer.bucket_shards import BucketShards
 from paceline.reducer.grad_streams import GradStreams, raw_stream
 from paceline.reducer.shard import Shard
 from paceline.reducer.single_gradient import CACHED_BYTES, choose_flushes, move_in, own_view
+from paceline.traffic import Collective, CollectiveKind
 
 # For other types, multiplying several tensors in one call rounds differently than multiplying one.
 _EXACT = (torch.float32, torch.float64)
@@ -133,6 +134,8 @@ class Bucket:
         self.flight: Flight | None = None
         self.skipped = False  # left out of this reduction, because no rank used any of it
         self.flat = flat
+        kind = CollectiveKind.ALL_REDUCE if shards is None else CollectiveKind.REDUCE_SCATTER
+        self._travels = Collective(kind, flat.nbytes)
         self.on_host = spec.device.type != "cuda"
         self.streams = None if self.on_host else GradStreams(spec.device)
         self.shown_version = -1  # of the memory, when unreduced gradients in it were last made visible
@@ -177,6 +180,11 @@ class Bucket:
     def result(self) -> list[torch.Tensor]:
         """The reduced gradients that this rank keeps: all of them, or its shards."""
         return [self.flat] if self.shards is None else self.shards.parts
+
+    @property
+    def collective(self) -> Collective | None:
+        """What of it travels, as stamps tell it. None: nothing."""
+        return None if self.skipped else self._travels
 
     # ---- gradients come
 

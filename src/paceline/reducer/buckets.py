@@ -12,10 +12,12 @@ import torch
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
 from paceline.collectives.reduction_protocol import Reduction
+from paceline.device_clock import stamp_end
 from paceline.layout import BucketCaps, Layout, plan_layout
 from paceline.reducer.allocate import WHOLE, Sharding, make_buckets
 from paceline.reducer.bucket import Bucket, BucketState, GradSlot
 from paceline.reducer.conversion import follow_conversion
+from paceline.reducer.relayout import move_gradients
 from paceline.reducer.single_gradient import contribute_nothing_new
 from paceline.reducer.step_observer import StepObserver
 from paceline.trace import Moment, Trace
@@ -42,9 +44,9 @@ class BucketSet:
         for slot, shard in zip(self.slots, sharding.shards, strict=False):
             slot.shard = shard
         self.layout = layout
-        self._first = layout  # with which all ranks begin, before anything was learned
+        self.first = layout  # with which all ranks begin, before anything was learned
         self.buckets: list[Bucket] = []
-        self._planned: Layout | None = None
+        self.planned: Layout | None = None
 
     def allocate(self, transport: Transport) -> None:
         """Allocate the buckets of the layout and point every slot into them."""
@@ -104,44 +106,25 @@ class BucketSet:
         if not [slot for slot in self.slots if slot.param.dtype is not slot.meta.dtype]:
             return False
         metas = follow_conversion(self.slots, sharded=self.sharding.ownership is not None)
-        self._planned = None
+        self.planned = None
         self.layout = plan_layout(metas, self.layout.order, caps)
-        self._first = plan_layout(metas, self._first.order, caps)
+        self.first = plan_layout(metas, self.first.order, caps)
         if self.allocated:
             self.allocate(transport)
         return True
 
     def plan(self, layout: Layout) -> None:
         """Store a layout for the next `relayout`."""
-        self._planned = layout if layout != self.layout else None
+        self.planned = layout if layout != self.layout else None
 
     def relayout(self, transport: Transport) -> bool:
         """Switch to the planned layout. Gradients that are views move along; held ones delay it."""
-        if self._planned is None or any(slot.held for slot in self.slots):
+        if self.planned is None or any(slot.held for slot in self.slots):
             return False
-        self.layout, self._planned = self._planned, None
+        self.layout, self.planned = self.planned, None
         if self.allocated:
-            self._move(transport)
+            move_gradients(self, transport)
         return True
-
-    def move_memory(self, transport: Transport) -> None:
-        """Allocate from another transport, and forget what was learned with the previous one: ranks that were stopped
-        at different points may have different layouts."""
-        self._planned, self.layout = None, self._first
-        if self.allocated:
-            self._move(transport)
-
-    def _move(self, transport: Transport) -> None:
-        """Reallocate the buckets. Gradients that are views move along."""
-        moved = [(slot, slot.view) for slot in self.slots if slot.attached()]
-        if not moved:  # then old and new buckets need not exist together
-            self.buckets.clear()
-            for slot in self.slots:
-                slot.leave_bucket()
-        self.allocate(transport)
-        for slot, old_view in moved:
-            slot.view.copy_(old_view)
-            slot.param.grad = slot.view
 
 
 class Schedule:
@@ -184,10 +167,6 @@ class Schedule:
         self._next = self._completed = 0
         self.broken, self._patient = False, True
 
-    def start_over(self) -> None:
-        """Reset for another set of ranks, which have reduced nothing together."""
-        self.reductions_begun = self.launch_digest = 0
-
     @property
     def stream_ordered(self) -> bool:
         """Whether the host need not wait for reductions, because waiting for a collective orders a stream."""
@@ -226,7 +205,7 @@ class Schedule:
                 return
             bucket.complete(self.scale)
             bucket.move(BucketState.LAUNCHED)
-            self._trace.stamp(Moment.LAUNCHED, self.reductions_begun, bucket.spec.index)
+            self._trace.stamp(Moment.LAUNCHED, self.reductions_begun, bucket.spec.index, bucket.collective)
             if not bucket.skipped:
                 blocks = self.batch.blocks(bucket.spec.index, bucket.flat)
                 self.launch_digest = hash((self.launch_digest, bucket.key))
@@ -236,6 +215,8 @@ class Schedule:
                 self.broken = True  # until the reduction has returned
                 bucket.flight = self.reduction(bucket.grad_bucket(blocks, last=last), self._group.transport)
                 self.broken = False
+                if self._trace.device_times and self.stream_ordered:
+                    stamp_end(self._trace, bucket.flight.work, bucket.spec.index, bucket.collective)
             self._next += 1
             if bucket.on_host and not self.polls:
                 self._note_completed()
@@ -272,14 +253,14 @@ class Schedule:
         if bucket.state is BucketState.REDUCED:
             return
         index = bucket.spec.index
-        self._trace.stamp(Moment.WAIT_ENTERED, self.reductions_begun, index)
+        self._trace.stamp(Moment.WAIT_ENTERED, self.reductions_begun, index, bucket.collective)
         if bucket.flight is not None:
             if not (self.stream_ordered and bucket.flight.work.wait(0.0)):
                 self._wait(bucket.flight.work, f"bucket {index} of backward {self.reductions_begun}")
                 self._note_completed()
             bucket.store_result(bucket.flight.result())
         bucket.move(BucketState.REDUCED)
-        self._trace.stamp(Moment.WAIT_LEFT, self.reductions_begun, index)
+        self._trace.stamp(Moment.WAIT_LEFT, self.reductions_begun, index, bucket.collective)
 
     def busy_after_advancing(self) -> bool:
         """Let works of several collectives start their next one. Returns whether a collective is then under way."""
@@ -288,8 +269,8 @@ class Schedule:
 
     def _note_completed(self) -> None:
         while self._completed < self._next:
-            flight = self._bucket_set.buckets[self._completed].flight
-            if flight is not None and not flight.work.done():
+            bucket = self._bucket_set.buckets[self._completed]
+            if bucket.flight is not None and not bucket.flight.work.done():
                 return
-            self._trace.stamp(Moment.COMPLETED, self.reductions_begun, self._completed)
+            self._trace.stamp(Moment.COMPLETED, self.reductions_begun, self._completed, bucket.collective)
             self._completed += 1

@@ -13,7 +13,7 @@ import torch
 
 from paceline.collectives.group import Group
 from paceline.collectives.protocols import Transport, Work
-from paceline.collectives.reduction_protocol import Reduction, check_goes_over, forget_other_ranks
+from paceline.collectives.reduction_protocol import Reduction, check_goes_over
 from paceline.collectives.wait import EventWork, FutureWork
 from paceline.errors import IllegalMove, PacelineError
 from paceline.reducer import autograd, participation
@@ -49,13 +49,14 @@ class Reducer:
         settings: ReducerSettings,
         callbacks: BackwardCallbacks,
         lanes: Lanes | None,
+        trace: Trace,
     ) -> None:
         layout = buckets.layout
         check_goes_over(group.transport, reduction, layout.params[0].device)
         self.group = group
         self.settings = settings
         self.callbacks = callbacks
-        self.trace = Trace()
+        self.trace = trace
         self.bucket_set = buckets
         self.schedule = Schedule(self.bucket_set, group, reduction, self.trace, self.wait)
         self.batch: RankBatch | LaneBatch = RankBatch(self) if lanes is None else LaneBatch(self, lanes)
@@ -422,15 +423,3 @@ class Reducer:
             if moved := self.bucket_set.relayout(self.transport):
                 self.batch.memory_moved()
             return moved
-
-    def follow_group(self, reduction: Reduction) -> None:
-        """The group has moved to another transport; the new set of ranks learns the order of gradients again."""
-        check_goes_over(self.transport, reduction, self.device)
-        forget_other_ranks(reduction)
-        self.schedule.reduction = reduction
-        self.schedule.start_over()
-        self.batch.follow_group()
-        self.divisor = self.batch.count
-        self.bucket_set.move_memory(self.transport)
-        self.reports.start_over()
-        self.planning = Planning(self.settings, self.group, self.device)

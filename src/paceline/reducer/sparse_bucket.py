@@ -7,6 +7,7 @@ import torch
 from paceline.collectives.reduction import GradBucket, LaneBlock
 from paceline.layout import BucketSpec, ParamMeta
 from paceline.reducer.bucket import Bucket, GradSlot
+from paceline.traffic import Collective, CollectiveKind
 
 
 class SparseBucket(Bucket):
@@ -15,6 +16,11 @@ class SparseBucket(Bucket):
     def __init__(self, spec: BucketSpec, slot: GradSlot) -> None:
         super().__init__(spec, [slot], torch.empty(0, dtype=spec.dtype, device=spec.device))
         self.zero(slot)
+
+    @property
+    def collective(self) -> Collective | None:
+        nbytes = self.flat._indices().nbytes + self.flat._values().nbytes
+        return None if self.skipped else Collective(CollectiveKind.ALL_REDUCE, nbytes)
 
     def renew_view(self, slot: GradSlot) -> None:
         slot.view = self.flat

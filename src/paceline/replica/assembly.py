@@ -12,8 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from paceline.collectives.group import Group
 from paceline.collectives.reduction import Mean
 from paceline.collectives.reduction_protocol import Reduction
+from paceline.collectives.stream_work import StreamRecorder
 from paceline.collectives.subgroup import Subgroup, ranks_of
 from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.device_clock import DeviceClock
 from paceline.layout import Layout, ParamMeta, lay_groups, plan_layout
 from paceline.placement import find_units, group_by_unit
 from paceline.progress import own_progress
@@ -44,6 +46,7 @@ from paceline.strategies.cast import mean_in
 from paceline.strategies.fixed_order import FixedOrder
 from paceline.strategies.lane_sum import LaneSum, OnDamage
 from paceline.strategies.scatter_mean import HybridMean, ScatterMean
+from paceline.trace import Trace
 
 if TYPE_CHECKING:
     from paceline.replica.ddp import DistributedDataParallel
@@ -100,8 +103,8 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
     """Lay out the gradients, hook the parameters, and connect the parts."""
     check_audits(replica._agreement, replica._lane_count, replica._placement, replica._group)
     _show_progress()
-    metas = metas_of(replica)
-    owned = _owned(replica, metas)
+    metas, trace = metas_of(replica), _trace(replica)
+    owned = _owned(replica, metas, trace)
     config, narrow = replica.mixed_precision, None
     if config is not None:
         narrow = NarrowParameters(replica._module_parameters, config.param_dtype)
@@ -111,7 +114,7 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
         if capsules is not None:
             capsules.on_failed_backward()
 
-    core = _reducer(replica, owned, metas, _callbacks(owned, narrow, note_failure))
+    core = _reducer(replica, owned, metas, _callbacks(owned, narrow, note_failure), trace)
     buffers = _lane_buffers(replica, core)
     capsules = _capsules(replica, core, buffers)
     lane_loop = _lane_loop(replica, core, buffers, capsules)
@@ -128,6 +131,15 @@ def assemble(replica: "DistributedDataParallel") -> Assembly:
     if monitor is not None and replica._placement.shards_parameters and replica._shard_groups is None:
         monitor.stop_comparing()  # no two ranks hold anything that should be equal
     return Assembly(core, gate, guard, lane_loop, capsules, narrow, owned, state_hooks)
+
+
+def _trace(replica: "DistributedDataParallel") -> Trace:
+    """One for the life of a replica: when it is made of other parts for other ranks, its stamps say so."""
+    before: Reducer | None = getattr(replica, "_core", None)
+    clock = DeviceClock(StreamRecorder(replica.device)) if replica.device.type == "cuda" else None
+    trace = Trace(clock=clock) if before is None else before.trace
+    trace.generation = replica._group.generation
+    return trace
 
 
 def _callbacks(
@@ -191,7 +203,7 @@ def _on_damage(replica: "DistributedDataParallel") -> OnDamage | None:
     return note
 
 
-def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> OwnedBlocks | None:
+def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta], trace: Trace) -> OwnedBlocks | None:
     """This rank's blocks of the parameters, if the placement shards them and there is another rank. In an
     elastic job others may join later, so they are cut over one rank too; optimizers hold them, so they are kept."""
     if not replica._placement.shards_optimizer or (replica._group.single and not replica._in_generations):
@@ -201,9 +213,9 @@ def _owned(replica: "DistributedDataParallel", metas: Sequence[ParamMeta]) -> Ow
             known.units.hook()
         return known
     group = sharing(replica)
-    owned = OwnedBlocks(replica._managed.params, metas, group, cut=True)
+    owned = OwnedBlocks(replica._managed.params, metas, group, cut=True, trace=trace)
     if replica._placement.shards_parameters:
-        owned.units = _units(replica, owned, group)
+        owned.units = _units(replica, owned, group, trace)
     else:
         owned.gathers = UpdateGathers(replica.module, group, replica.device)
     if replica._in_generations:
@@ -216,7 +228,7 @@ def sharing(replica: "DistributedDataParallel") -> Group:
     return replica._group if replica._shard_groups is None else replica._shard_groups.shard
 
 
-def _units(replica: "DistributedDataParallel", owned: OwnedBlocks, others: Group) -> Units:
+def _units(replica: "DistributedDataParallel", owned: OwnedBlocks, others: Group, trace: Trace) -> Units:
     """Shard the parameters. They are gathered over a duplicate of the group, because a rank that does not use a
     parameter reduces its bucket later than others, and so at another point in the sequence of gathers."""
     for shard in owned.shards:
@@ -227,7 +239,7 @@ def _units(replica: "DistributedDataParallel", owned: OwnedBlocks, others: Group
     weakref.finalize(replica, group.close)
     modules = find_units(replica.module, replica._units)
     indices = group_by_unit(modules, replica._managed.params, replica.module)
-    return make_units(replica.module, modules, indices, owned.shards, owned.ownership.cuts, group)
+    return make_units(replica.module, modules, indices, owned.shards, owned.ownership.cuts, group, trace)
 
 
 def _reducer(
@@ -235,6 +247,7 @@ def _reducer(
     owned: OwnedBlocks | None,
     metas: Sequence[ParamMeta],
     callbacks: BackwardCallbacks,
+    trace: Trace,
 ) -> Reducer:
     group, count = replica._group, replica._lane_count
     kind = AuditedLanes if _audits(replica) else Lanes
@@ -246,7 +259,7 @@ def _reducer(
     units = None if owned is None else owned.units
     layout = _layout(replica, metas) if units is None else _unit_layout(metas, units)
     buckets = BucketSet(replica._managed.params, layout, Sharding(ownership, shards, turns))
-    return Reducer(buckets, group, reduction_of(replica), replica._settings, callbacks, lanes)
+    return Reducer(buckets, group, reduction_of(replica), replica._settings, callbacks, lanes, trace)
 
 
 def metas_of(replica: "DistributedDataParallel") -> list[ParamMeta]:

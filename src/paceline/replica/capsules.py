@@ -217,6 +217,7 @@ class CapsuleWriter:
             collectives=tuple(
                 f"{stamp.moment.value} of backward {stamp.backward}"
                 + (f", bucket {stamp.bucket}" * (stamp.bucket >= 0))
+                + (f" ({stamp.collective})" if stamp.collective is not None else "")
                 for stamp in core.trace.stamps()[-KEPT_STAMPS:]
             ),
             omitted=tuple(f"{name}: changed since the step began" for name in inputs.changed()),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from paceline.device_clock import by_device
 from paceline.trace import Moment, Stamp, Trace
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def _backend_name(group: Any) -> str:
 
 def _times(stamps: list[Stamp]) -> dict[str, int]:
     """Times of the last reduced backward in the trace, in nanoseconds, under torch's names."""
+    newest = stamps[-1].generation if stamps else 0  # each counts its backwards anew
+    stamps = [s for s in by_device(stamps) if s.generation == newest and (s.bucket >= 0 or s.collective is None)]
     last = max((s.backward for s in stamps if s.moment is Moment.BACKWARD_END), default=0)
     at: dict[Moment, list[int]] = {}
     forward_begin = 0

@@ -26,8 +26,9 @@ from paceline.collectives.reduction_protocol import forget_other_ranks
 from paceline.collectives.subgroup import ShardGroups
 from paceline.collectives.torch_dist import TorchDistTransport
 from paceline.errors import UsageError
-from paceline.member import in_elastic_job
+from paceline.member import Member, in_elastic_job
 from paceline.placement import shard_size
+from paceline.reducer.other_ranks import follow_group
 from paceline.reducer.participation import discard_in_flight
 from paceline.replica import arguments, start_equal
 from paceline.replica.assembly import reduction_of, sharing
@@ -64,8 +65,15 @@ def join(
         replica.process_group = of_transport if process_group is None else process_group
         found = _own_transport(replica, transport, timeout_s)
     group = Group(found, timeout_s, owned=found is not transport)
+    group.generation = _number_in_job() or 0
     weakref.finalize(replica, group.close)
     return group
+
+
+def _number_in_job() -> int | None:
+    """The number of the generation in an elastic job: ranks that are new cannot count how often others have moved."""
+    member = Member.own()
+    return None if member is None or member.generation is None else member.generation.number
 
 
 def users_transport(replica: Any, process_group: Any = None, device_mesh: Any = None) -> Transport:
@@ -124,13 +132,13 @@ def move(replica: Any, process_group: Any = None, *, compares: bool) -> None:
     """Continue with the ranks of another process group; None: the default one. All of them call it. Nothing that was
     known about the previous ranks applies to them. `compares`: check whether their models are equal."""
     group, core = replica._group, replica._core
-    group.move(_own_transport(replica, users_transport(replica, process_group), group.timeout_s))
+    group.move(_own_transport(replica, users_transport(replica, process_group), group.timeout_s), _number_in_job())
     if compares:
         start_equal.check_same_model(replica, "broadcast")
     if replica._built_alone != group.single:  # the parts of a replica depend on whether there are other ranks
         _build_anew(replica)
         return
-    core.follow_group(reduction_of(replica) if core.batch.has_lanes else core.schedule.reduction)
+    follow_group(core, reduction_of(replica) if core.batch.has_lanes else core.schedule.reduction)
     replica._gate.begin_anew()
     if isinstance(core.schedule.observer, ReplicaMonitor):
         core.schedule.observer.begin_anew()
@@ -174,7 +182,7 @@ def enter_generation(replica: Any) -> None:
 def _move_in_shards(replica: Any) -> None:
     """Form the groups of this generation. This rank still owns the same blocks."""
     group = replica._group
-    group.move(_own_transport(replica, users_transport(replica), group.timeout_s))
+    group.move(_own_transport(replica, users_transport(replica), group.timeout_s), _number_in_job())
     start_equal.check_same_model(replica, "broadcast")
     replica._check_placement()
     if replica._close_shard_groups is not None:

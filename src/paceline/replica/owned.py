@@ -25,6 +25,7 @@ from paceline.replica.lane_norm import norm_in_lanes
 from paceline.replica.units import Units
 from paceline.replica.update_gather import UpdateGather
 from paceline.replica.update_gathers import UpdateGathers
+from paceline.trace import Trace
 
 # Of parameters gathered at a time. With shared memory, this bounds the data that waits for the others to read it.
 PIECE_BYTES, PIECE_BYTES_ON_HOST = 16 * MIB, 4 * MIB
@@ -33,8 +34,17 @@ PIECE_BYTES, PIECE_BYTES_ON_HOST = 16 * MIB, 4 * MIB
 class OwnedBlocks:
     """This rank's blocks of the parameters of one replica, and how it receives those of the others."""
 
-    def __init__(self, params: Sequence[nn.Parameter], metas: Sequence[ParamMeta], group: Group, *, cut: bool) -> None:
-        """`cut`: every rank owns a block of each parameter. Otherwise every rank owns all of them."""
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        metas: Sequence[ParamMeta],
+        group: Group,
+        *,
+        cut: bool,
+        trace: Trace | None = None,
+    ) -> None:
+        """`cut`: every rank owns a block of each parameter. Otherwise every rank owns all of them. `trace`: where
+        gathers of parameters leave stamps."""
         for meta in metas if cut else ():
             _check_can_be_cut(meta)
         self.cut = cut
@@ -47,6 +57,7 @@ class OwnedBlocks:
             for index, (meta, param) in enumerate(zip(metas, params, strict=True))
         ]
         self._group = group
+        self._trace = trace
         self._by_id = {id(shard.param): shard for shard in self.shards}
         self._by_id.update((id(shard.value), shard) for shard in self.shards)
         on_host = all(meta.device.type == "cpu" for meta in metas)
@@ -182,10 +193,10 @@ class OwnedBlocks:
     def _update_gather(self, indices: Sequence[int]) -> UpdateGather:
         return UpdateGather(
             [self.shards[index] for index in indices],
-            lambda tensors: self._gather_of({indices[at]: tensor for at, tensor in tensors.items()}),
+            lambda tensors, of: self._gather_of({indices[at]: one for at, one in tensors.items()}, self._trace, of),
         )
 
-    def _gather_of(self, tensors: Mapping[int, torch.Tensor]) -> BlockGather:
+    def _gather_of(self, tensors: Mapping[int, torch.Tensor], trace: Trace | None = None, of: str = "") -> BlockGather:
         """A gather of tensors that are cut like the parameters of these indices, in their own memory."""
         flats = {index: flat_of(tensor) for index, tensor in tensors.items()}
         blocks = [
@@ -193,7 +204,7 @@ class OwnedBlocks:
             for rank in range(self.ownership.ranks)
         ]
         filled = [[block for block in of_rank if block.numel()] for of_rank in blocks]
-        return BlockGather(filled[self.position], filled)
+        return BlockGather(filled[self.position], filled, trace=trace, of=of)
 
     def follow_update(self) -> None:
         """After an update of this rank's blocks: gather those of all ranks. All ranks call it."""

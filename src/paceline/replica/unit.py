@@ -19,6 +19,7 @@ from paceline.collectives.block_gather import BlockGather
 from paceline.collectives.group import Group
 from paceline.errors import UnreducedGradients
 from paceline.reducer.shard import Shard, flat_of
+from paceline.trace import Trace
 
 Place = tuple[nn.Module, str]  # a module, and the name under which it has a parameter
 
@@ -75,9 +76,12 @@ class Whole:
 class Unit:
     """Some parameters that are gathered and freed together."""
 
-    def __init__(self, name: str, number: int, wholes: Sequence[Whole], cuts: Sequence[Sequence[int]]) -> None:
-        """`cuts`: of each parameter, one block per rank."""
+    def __init__(
+        self, name: str, number: int, wholes: Sequence[Whole], cuts: Sequence[Sequence[int]], trace: Trace
+    ) -> None:
+        """`cuts`: of each parameter, one block per rank. `trace`: where gathers leave stamps."""
         self.name = name
+        self._trace = trace
         self._wholes = list(wholes)
         self._device = next((whole.full.device for whole in wholes), torch.device("cpu"))
         self.gathered = True
@@ -100,7 +104,7 @@ class Unit:
             ]
             homes = [wholes[at].shard.block for at in some]
             own = [home for home in homes if home.numel()]
-            self._gathers.append(BlockGather(own, blocks, tag=self._number))
+            self._gathers.append(BlockGather(own, blocks, self._number, self._trace, self.name))
 
     def cut_anew(self, cuts: Sequence[Sequence[int]]) -> None:
         """The shards own other blocks, or come from other ranks."""

@@ -26,6 +26,7 @@ from paceline.reducer.autograd import task_id, tensors_in
 from paceline.reducer.shard import Shard
 from paceline.replica.module_hook import ModuleHook
 from paceline.replica.unit import Unit, Whole, places_of
+from paceline.trace import Trace
 
 FAILED = (
     'a backward under placement="zero3" has ended with an exception while the other ranks gathered parameters with '
@@ -292,6 +293,7 @@ def make_units(
     shards: Sequence[Shard],
     cuts: Sequence[Sequence[int]],
     group: Subgroup,
+    trace: Trace,
 ) -> Units:
     """`indices`: of the parameters of each of `modules`, and last of the root."""
     places = places_of(module)
@@ -300,6 +302,6 @@ def make_units(
     for number, some in enumerate(indices):
         name = names[id(modules[number])] if number < len(modules) else "the root of the model"
         wholes = [Whole(shards[index], places[id(shards[index].param)]) for index in some]
-        units.append(Unit(name, number, wholes, [cuts[index] for index in some]))
+        units.append(Unit(name, number, wholes, [cuts[index] for index in some], trace))
         units[-1].free()
     return Units(module, modules, units, indices, group)

@@ -14,7 +14,19 @@ from typing import Any
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 # The packages that run in every training step. The reference trainer is excluded: its model should be compiled.
-_CORE = ("agree", "bucket_plan", "collectives", "kernels", "layout", "reducer", "replica", "strategies", "trace")
+_CORE = (
+    "agree",
+    "bucket_plan",
+    "collectives",
+    "device_clock",
+    "kernels",
+    "layout",
+    "reducer",
+    "replica",
+    "strategies",
+    "trace",
+    "traffic",
+)
 
 # Called by torch's own forward and hook, which Dynamo inlines where `optimize_ddp="python_reducer"` was chosen.
 _TRACED = ("require_backward_grad_sync", "before_module", "run_module", "after_module")

@@ -13,6 +13,7 @@ from paceline.errors import IllegalMove
 from paceline.reducer.shard import Shard
 from paceline.replica.pending_parameter import pending_class
 from paceline.strategies.multi_step import QueuedWork, SideStream, Steps
+from paceline.trace import Moment
 
 
 class GatherState(Enum):
@@ -35,13 +36,15 @@ _NEXT_STATES = {
 class UpdateGather:
     """One gather: some parameters, which all ranks have updated in parts."""
 
-    def __init__(self, shards: Sequence[Shard], make: Callable[[Mapping[int, torch.Tensor]], BlockGather]) -> None:
-        """`make` creates a gather of tensors that are cut like those of `shards`, in place."""
+    def __init__(self, shards: Sequence[Shard], make: Callable[[Mapping[int, torch.Tensor], str], BlockGather]) -> None:
+        """`make` creates a gather of tensors that are cut like those of `shards`, in place, with a name for them."""
         self._shards = list(shards)
         self.params = [shard.param for shard in shards]
         self._memory = [param.untyped_storage() for param in self.params]
+        names = [shard.name for shard in shards]
+        listed = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         before = [_uses_of(memory) for memory in self._memory]
-        self._gather = make(dict(enumerate(self.params)))
+        self._gather = make(dict(enumerate(self.params)), listed)
         views = [_uses_of(memory) - uses for memory, uses in zip(self._memory, before, strict=True)]
         # References: the parameter, the caller, the optimizer's tensor unless it is wider, and paceline's own views.
         self._uses = [_uses_by_one() + 1 + count for count in views]
@@ -50,8 +53,6 @@ class UpdateGather:
         self._class: type[nn.Parameter] | None = None
         self._failure: Exception | None = None
         self.state = GatherState.DONE
-        names = [shard.name for shard in shards]
-        listed = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         self._what = f"the parameters that other ranks have updated ({listed})"
 
     def start(self, group: Group) -> None:
@@ -71,7 +72,7 @@ class UpdateGather:
         self._gather.start(group)
         if following is not None:
             following._gather.start(group)
-        self._gather.finish(group, self._what)  # orders the stream, not the host
+        self._gather.finish(group, self._what, beside=True)  # orders the stream, not the host
         yield from ()
 
     def unseen(self, opaque: Set[int]) -> bool:
@@ -120,7 +121,9 @@ class UpdateGather:
         if self._queued is None:
             self._gather.finish(group, self._what)
         elif not torch.cuda.is_current_stream_capturing():  # starting a capture waits for the device
+            self._gather.stamp(Moment.WAIT_ENTERED)
             self._queued.wait(0.0)
+            self._gather.stamp(Moment.WAIT_LEFT)
             with torch.cuda.stream(self._stepped_on):  # uses on another stream are ordered after this one
                 self._queued.wait(0.0)
         self._queued = None

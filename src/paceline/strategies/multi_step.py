@@ -102,5 +102,8 @@ class QueuedWork:
         return not torch.cuda.is_current_stream_capturing() and self._event.query()
 
     def wait(self, seconds: float) -> bool:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self.order()
         return True
+
+    def order(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)

@@ -85,7 +85,7 @@ def train(run: Run, preemption: "paceline.Preemption") -> str:
 def one_step(run: Run, batches: Iterator[Any], preemption: "paceline.Preemption") -> dict[str, bool]:
     """One step, with everything that is due after it. Returns which signals ranks have received."""
     config = run.config
-    began = run.metrics.begin_step()
+    began = run.metrics.begin_step(run.step + 1)
     own_progress().note(Phase.DATA, run.step)
     lanes = next_microbatches(batches, run)
     data_s = time.perf_counter() - began

@@ -1,7 +1,8 @@
 """The numbers of every step: a line in metrics.jsonl, the trackers, and the launcher's display.
 
 Reading a number waits for the device. On the CPU that is done after every step; on a GPU the host runs ahead, so the
-numbers of several steps are read together.
+numbers of several steps are read together. Of those, the last one is traced with the times of the device, and stands
+for all: each of these times costs the device an event.
 """
 
 import json
@@ -57,8 +58,9 @@ class RunMetrics:
         self.exposed: list[float] = []
         self.blocked: list[float] = []  # seconds that each checkpoint blocked the training
 
-    def begin_step(self) -> float:
+    def begin_step(self, step: int) -> float:
         """Returns the time. Work between steps, such as a checkpoint, is not counted."""
+        self._model.trace.device_times = self.due(step)
         now = time.perf_counter()
         if not self._unread:
             self._read_at = now

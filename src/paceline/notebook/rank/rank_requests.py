@@ -156,7 +156,8 @@ def collect(since_ns: int) -> dict[str, Any]:
     A replica's very first step, in which it lays out its buckets, is left out when there are others.
 
     Times are those of `time.perf_counter_ns`, which on Linux is CLOCK_MONOTONIC: they compare between the processes
-    of one machine. On a GPU they are the host's: when kernels were launched and waited for.
+    of one machine. On a GPU they are the host's, when kernels were launched and waited for, unless the replica's
+    `trace.device_times` is set.
     """
     if "paceline.replica.guard" not in sys.modules:
         return {"replicas": []}
