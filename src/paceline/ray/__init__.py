@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster: `paceline.ray.run` for a script of your own, `--engine ray` on the command line.
+"""Jobs on a Ray cluster: `paceline.ray.run` from your own script, `--engine ray` on the command line.
 
 outcome = paceline.ray.run(["train.py", "--lr", "1e-3"], ranks=4)
 print(outcome.exit_code, outcome.failure)

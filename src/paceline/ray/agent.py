@@ -1,9 +1,9 @@
-"""What runs on the machines of a Ray cluster: an actor that supervises one rank there, as the launcher does on its own
+"""The agent on the machines of a Ray cluster: an actor that supervises one rank there, as the launcher does on its own
 machine.
 
-The rank is a child of the launcher's reaper (`launch/reaper.py`), which ends it with all that it has started when the
-agent dies in whatever way. An agent that has not heard from its driver for `DRIVER_S` ends its rank by itself: the job
-may be going on without it.
+The rank is a child of the launcher's reaper (`launch/reaper.py`), which ends it with its descendants when the
+agent dies. An agent without a message from its driver for `DRIVER_S` ends its rank on its own: the job may have
+continued without it.
 """
 
 import os
@@ -21,7 +21,7 @@ from paceline.ray.rank_run import Event, RankRun
 TICK_MS = 50
 NOTES_S = 0.25
 DRIVER_S = 10.0
-# So much output may wait for the driver; then the rank's pipes are not read until it has taken it.
+# This much output may wait for the driver; beyond that the rank's pipes are not read.
 MAX_WAITING = 8 << 20
 
 
@@ -45,7 +45,7 @@ class Agent:
     # Called by the driver ---------------------------------------------------------------------------------------------
 
     def place(self) -> dict[str, Any]:
-        """Where this is: how other machines reach it, and a port that is free there."""
+        """The place of this agent: the address for other machines, and a free port."""
         self._heard_at = time.monotonic()
         return {
             "node": self._node,
@@ -65,7 +65,7 @@ class Agent:
         self._command("signal", run, number)
 
     def abort(self, run: int) -> None:
-        """Have the process write where its threads are, and die."""
+        """Make the process dump its threads' stacks and abort."""
         self._command("abort", run)
 
     def tell(self, run: int, data: bytes) -> None:
@@ -73,7 +73,7 @@ class Agent:
         self._command("tell", run, data)
 
     def poll(self, wait_s: float) -> list[Event]:
-        """What has happened since the last call, as soon as anything has; nothing after `wait_s`."""
+        """The events since the last call, as soon as there are any; empty after `wait_s`."""
         self._heard_at = time.monotonic()
         with self._something:
             self._something.wait_for(lambda: self._events or self._closing, wait_s)
@@ -83,7 +83,7 @@ class Agent:
         return found
 
     def close(self) -> None:
-        """End the process with all that it has started, and return when nothing is left. Idempotent."""
+        """End the process and its descendants, and return when nothing is left. Idempotent."""
         if not self._closing:
             self._closing = True
             os.write(self._wakened, b"\0")
@@ -92,7 +92,7 @@ class Agent:
             os.close(self._wake)
             os.close(self._wakened)
 
-    # The thread that serves -------------------------------------------------------------------------------------------
+    # The serving thread -----------------------------------------------------------------------------------------------
 
     def _command(self, name: str, run: int, *arguments: Any) -> None:
         if not self._closing:
@@ -104,7 +104,7 @@ class Agent:
         while not self._closing:
             ready = self._await_something()
             if time.monotonic() - self._heard_at > DRIVER_S:
-                self._end_run()  # the driver is gone, or counts this agent among the dead
+                self._end_run()  # the driver has ended, or has given up this agent
             while self._commands:
                 name, number, arguments = self._commands.popleft()
                 self._do(name, number, arguments)

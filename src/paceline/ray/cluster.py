@@ -1,4 +1,4 @@
-"""The Ray cluster of a job: one that is there, or one of this machine alone that is started for it."""
+"""The Ray cluster of a job: an existing one, or one on this machine alone that is started for it."""
 
 import logging
 import os
@@ -11,13 +11,13 @@ from paceline.errors import UsageError
 
 ANSWER_S = 2.0
 LOCAL = "127.0.0.2"  # of loopback; Ray takes the first one there to mean the address in the network
-OBJECT_STORE_BYTES = 100 << 20  # Ray's store of objects, of which we use none
+OBJECT_STORE_BYTES = 100 << 20  # Ray's store of objects, which is not used
 
 
 @contextmanager
 def connected(slots: int) -> Iterator[bool]:
-    """Be connected to a cluster: this process's own if it has one, that of RAY_ADDRESS or of this machine, or else a
-    new one with room for `slots` ranks, which ends with this. Yields whether it is a new one.
+    """Connect to a cluster: this process's own if it has one, that of RAY_ADDRESS or of this machine, or else a
+    new one with room for `slots` ranks, which ends with the context. Yields whether it is a new one.
     """
     try:
         import ray
@@ -52,12 +52,12 @@ def connected(slots: int) -> Iterator[bool]:
 def choose_address(environ: Mapping[str, str]) -> str:
     """The address of the cluster to use; empty for a new one. Raises `UsageError` if there is none where one should be.
 
-    Asked by itself, Ray looks for a minute for a cluster that is gone.
+    Ray itself would search for a minute for a cluster that has ended.
     """
     asked = environ.get("RAY_ADDRESS", "")
     if asked.startswith("ray://"):
         raise UsageError(
-            f"RAY_ADDRESS={asked} is that of a Ray client, and the launcher has to be in the cluster: run it there, "
+            f"RAY_ADDRESS={asked} is that of a Ray client, and the launcher must run in the cluster: start it there, "
             f"for instance with `ray job submit`"
         )
     if asked == "local":

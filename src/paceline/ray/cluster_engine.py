@@ -1,4 +1,4 @@
-"""Ray as the engine of a job: it places ranks on the machines of a cluster, and places those anew that are lost."""
+"""Ray as the engine of a job: it places ranks on the machines of a cluster, and places lost ones again."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ class RayEngine:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of this process only what speaks of paceline: another machine has other paths, and variables of its own."""
+        """Only paceline's variables of this process: another machine has other paths, and its own variables."""
         ours = {name: value for name, value in os.environ.items() if name.startswith("PACELINE_")}
         return {"OMP_NUM_THREADS": str(max(1, int(self._places.needs.cpus))), **ours}
 
@@ -37,7 +37,7 @@ class RayEngine:
 def ray_engine(
     job: Job, note: Callable[[str], None], *, cpus_per_rank: float = 1.0, gpus_per_rank: float | None = None
 ) -> Iterator[RayEngine]:
-    """The engine of a job. `note` is given what is to be said. Without `gpus_per_rank`, each rank has a GPU if the
+    """The engine of a job. `note` receives messages. Without `gpus_per_rank`, each rank has a GPU if the
     cluster has any."""
     if job.gpu_ids is not None:
         raise UsageError("Ray chooses the GPUs of ranks: leave gpu_ids out, and say how many each rank needs")

@@ -1,4 +1,4 @@
-"""The ends of a rank's pipes that the rank would have if it ran on this machine, held in its place."""
+"""The rank's ends of its pipes, held on this machine on behalf of a remote rank."""
 
 import os
 import select
@@ -8,7 +8,7 @@ SLICE_MS = 100
 
 
 class PipeEnds:
-    """Copies of the descriptors that a rank was to be started with."""
+    """Copies of the descriptors with which a rank would have been started."""
 
     def __init__(self, descriptors: Mapping[str, int]) -> None:
         self._held = {name: os.dup(descriptor) for name, descriptor in descriptors.items()}
@@ -18,7 +18,7 @@ class PipeEnds:
         return self._held.get(name, -1)
 
     def write(self, name: str, data: bytes, abandoned: Callable[[], bool]) -> None:
-        """Write what the rank has written. Waits for the launcher to read, unless that is `abandoned`."""
+        """Write the rank's output. Waits for the launcher to read, until that is `abandoned`."""
         if name not in self._held:
             return
         room = select.poll()
@@ -32,7 +32,7 @@ class PipeEnds:
                     return
 
     def read(self, name: str) -> bytes:
-        """What the launcher has written to the rank; it is closed when nothing ever will come again."""
+        """What the launcher has written to the rank; closed at the end of the pipe."""
         data = os.read(self._held[name], 1 << 16)
         if not data:
             os.close(self._held.pop(name))

@@ -1,4 +1,4 @@
-"""Where in a cluster the slots of a job are: placement groups, and what they wait for."""
+"""The places of a job's slots in a cluster: placement groups, and what they wait for."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 @dataclass(frozen=True)
 class Needs:
-    """What one rank needs of a machine."""
+    """The resources that one rank needs."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -34,7 +34,7 @@ class Place:
 
 
 class Places:
-    """One placement group for the first `together` slots, which Ray gives as a whole or not at all, and one for each
+    """One placement group for the first `together` slots, which Ray grants as a whole or not at all, and one for each
     other slot.
     """
 
@@ -60,19 +60,19 @@ class Places:
 
     def release(self, slot: int) -> None:
         """The machine of a slot does not answer. A slot with a group of its own gets another at once. The others keep
-        theirs, which Ray moves when it has noticed too: with both, one would hold a machine for nobody.
+        theirs, which Ray moves when it has noticed too: with both, one would reserve a machine that is not used.
         """
         if slot >= self.together and (group := self._groups.pop(slot, None)) is not None:
             remove_placement_group(group)
 
     def close(self) -> None:
-        """Give them back."""
+        """Release all placement groups."""
         while self._groups:
             remove_placement_group(self._groups.popitem()[1])
 
 
 def describe_wait(slots: Collection[int], needs: Needs, named: str) -> str:
-    """What is to be said about slots that wait for room."""
+    """The message about slots that wait for room."""
     free = ray.available_resources()
     there = Needs(free.get("CPU", 0.0), free.get("GPU", 0.0) if needs.gpus else 0.0)
     nodes = len([node for node in ray.nodes() if node["Alive"]])

@@ -1,4 +1,4 @@
-"""One process of a rank on the machine of its agent: its reaper, its pipes, and what it notes."""
+"""One process of a rank on the machine of its agent: its reaper, its pipes, and its notes."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ LAST_READS = 256
 RANK = 0  # of the one process, to its reaper
 THIS_PYTHON = ""  # in the place of the program: the interpreter that the agent runs in
 
-# What an agent tells of its rank, in order: the number of the process, what it is, and more about it. The kinds are
+# An agent's events about its rank, in order: the number of the process, what it is, and more about it. The kinds are
 # "started" with its process id, "out", "err" and "report" with bytes, "noted" with its part of the progress board,
 # "status" with a ProcessStatus as a tuple and its stopped children, and "exited" with the fields of a RankExited.
 Event = tuple[int, str, Any]
@@ -82,7 +82,7 @@ class RankRun:
         return [self._processes.fileno(), *(pipe for name, pipe in self._pipes.items() if name != "membership")]
 
     def read(self, ready: Collection[int]) -> list[Event]:
-        """What has come in those of its descriptors that are ready."""
+        """The events in those of its descriptors that are ready."""
         self._flush()
         found: list[Event] = [
             (self.number, name, data)
@@ -101,12 +101,12 @@ class RankRun:
             data = os.read(self._pipes[name], CHUNK)
         except BlockingIOError:
             return b""
-        if not data:  # nothing ever will again
+        if not data:  # end of the pipe
             os.close(self._pipes.pop(name))
         return data
 
     def notes(self) -> list[Event]:
-        """What it has noted, if that is new, and what the kernel says of it."""
+        """Its notes, if they are new, and the kernel's status of it."""
         if self.over:
             return []
         noted = self._board.copy(self._slot)
@@ -125,7 +125,7 @@ class RankRun:
         self._processes.signal(number, RANK)
 
     def abort(self) -> None:
-        """Have it write where its threads are, and die."""
+        """Make it dump its threads' stacks and abort."""
         self._processes.abort(RANK)
 
     def tell(self, data: bytes) -> None:
@@ -142,7 +142,7 @@ class RankRun:
                     os.close(self._pipes.pop("membership"))
 
     def close(self) -> list[Event]:
-        """Kill it, if it lives, with all that it has started."""
+        """Kill it, if it is alive, with all its descendants."""
         return [] if self.over else self._end(RankExited(RANK, killed_by=signal.SIGKILL))
 
     def _end(self, exited: RankExited) -> list[Event]:

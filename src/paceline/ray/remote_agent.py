@@ -1,4 +1,4 @@
-"""The driver's end of an agent: what it is asked, what it answers, and whether it still does."""
+"""The driver's end of an agent: its calls and answers, and whether it still answers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class RemoteAgent:
         self._ask("place", self._actor.place.remote())
 
     def placed(self, told: dict[str, Any], now: float) -> Place:
-        """It has said where it is."""
+        """It has reported its place."""
         clock_ns = time.monotonic_ns() - told.pop("clock_ns")
         self.place = Place(**told, clock_ns=clock_ns)
         self.heard_at = now
@@ -52,11 +52,11 @@ class RemoteAgent:
         self._actor.start.remote(run, list(command), environment, folder)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Have it do something with its process."""
+        """Call one of its methods on its process."""
         getattr(self._actor, name).remote(*arguments)
 
     def close(self) -> Any:
-        """Have it end its process and whatever that has started. Returns what to wait for."""
+        """Make it end its process and its descendants. Returns an object to wait for."""
         return self._actor.close.remote()
 
     def kill(self) -> None:
@@ -68,7 +68,7 @@ class RemoteAgent:
 
 
 def answer_of(done: "Future[Any]") -> "dict[str, Any] | list[Event] | RayError":
-    """What an agent has answered, or why it has not."""
+    """The answer of an agent, or the error."""
     try:
         found: dict[str, Any] | list[Event] = done.result()
     except RayError as error:

@@ -1,8 +1,8 @@
 """Ranks on the machines of a Ray cluster, in the place of `launch.rank_processes.RankProcesses`: the launcher's loop,
 its pipes and its progress board are the same as for ranks of its own machine.
 
-A thread drives the agents. What they tell is written into the pipes and onto the board as the rank itself would do it.
-An agent that does not answer any more is given up: its rank has ended as far as the job is concerned, whatever it does.
+A thread drives the agents. Their events are written into the pipes and onto the board as the rank itself would do.
+An agent that stops answering is given up: for the job its rank has ended, whatever it does.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ from paceline.ray.remote_agent import BEAT_S, CLOSE_S, RemoteAgent, answer_of
 from paceline.ray.variables import numbered, placed
 
 TICK_MS = 100
-# An agent that does not answer for so many beats is given up.
+# An agent that does not answer for this many beats is given up.
 BEATS = 3
-# It is said what the job waits for after this long; those that must be there together are given up after ROOM_S.
+# After this long the job reports what it waits for; ranks that must start together are given up after ROOM_S.
 SAY_AFTER_S = 10.0
 ROOM_S = 600.0
 RETRY_S = 1.0
@@ -71,7 +71,7 @@ class RemoteProcesses:
         self._slots: dict[int, _Slot] = {}
         self._runs = 0
         self._statuses: dict[int, tuple[ProcessStatus, list[int]]] = {}
-        self._posted: deque[Callable[[], None]] = deque()  # what the thread is to do
+        self._posted: deque[Callable[[], None]] = deque()  # work for the thread
         self._events: deque[RankStarted | RankExited] = deque()
         self._readable, self._tell = os.pipe()
         self._wake, self._wakened = os.pipe()
@@ -115,7 +115,7 @@ class RemoteProcesses:
         self._post(lambda: self._call(self._slots[rank], "abort"))
 
     def status(self, rank: int) -> ProcessStatus:
-        """What the kernel of its machine says of a rank."""
+        """The status of a rank from its machine's kernel."""
         return self._statuses.get(rank, (ProcessStatus("", 0.0), []))[0]
 
     def stopped_children(self, rank: int) -> list[int]:
@@ -138,7 +138,7 @@ class RemoteProcesses:
         return found
 
     def close(self) -> None:
-        """End all agents with all that they have started, and wait until they have. Idempotent."""
+        """End all agents and their processes, and wait for their end. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -190,7 +190,7 @@ class RemoteProcesses:
         self._start_those_placed()
 
     def _start_those_placed(self) -> None:
-        """Those that must be there together are started together, when Ray has placed them all; then any other."""
+        """Start the ranks that must start together when Ray has placed them all; then any others."""
         together = [self._slots.get(number) for number in range(self._places.together)]
         if not all(slot is not None and slot.place is not None for slot in together):
             return
@@ -230,7 +230,7 @@ class RemoteProcesses:
     def _take_in(self, agent: RemoteAgent, what: str, done: "Future[Any]") -> None:
         slot = self._slots[agent.slot]
         if slot.agent is not agent:
-            return  # it was given up, and whatever it says is too late
+            return  # it was given up, so its answer is too late
         found = answer_of(done)
         agent.heard_at = time.monotonic()
         if isinstance(found, RayError):
@@ -257,7 +257,7 @@ class RemoteProcesses:
     def _happened(self, slot: _Slot, agent: RemoteAgent, event: Event) -> None:
         run, kind, what = event
         if run != slot.run or agent.place is None:
-            return  # of a process that is over
+            return  # of a process that has ended
         if kind == "exited":
             self._end(slot, RankExited(**{**what, "rank": slot.number}))
         elif kind == "started":
@@ -276,7 +276,7 @@ class RemoteProcesses:
                 paste_notes(board, slot.number, noted, clock_ns)
 
     def _watch(self, now: float, paused_s: float) -> None:
-        """Give up agents that are silent, and say what the job waits for."""
+        """Give up agents that are silent, and report what the job waits for."""
         late: list[int] = []
         for slot in list(self._slots.values()):
             if slot.agent is None and slot.wanted is not None and now >= slot.retry_at:
