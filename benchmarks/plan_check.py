@@ -2,6 +2,7 @@
 
     python benchmarks/plan_check.py --device cpu --json benchmarks/<date>-<hardware>-plan.json
     python benchmarks/plan_check.py --device cuda --dtype bf16-master --json ...     # two NCCL ranks may share one GPU
+    python benchmarks/plan_check.py --transport torch     # over gloo
     python benchmarks/plan_check.py --held        # bytes per parameter when backward has ended, by placement
 
 On the CPU every case has fresh processes: each trains a tiny model first, notes its memory, builds the model, wraps it,
@@ -51,6 +52,7 @@ class Case:
     device: str = "cpu"
     dtype: str = "float32"
     update: str = "auto"
+    transport: str = "auto"
 
 
 SHAPES = {
@@ -71,6 +73,8 @@ SHAPES = {
         "wide-500m": (32768, 2048, 8, 16, 512),
     },
 }
+# What the plan counts beside the bytes of parameters, gradients and states that a rank holds between two steps.
+BESIDE = ("gradient buckets", "staging in shared memory", "kept for gathers", "math libraries")
 HELD = {"cpu": {"155m": (8192, 1024, 11, 16, 64)}, "cuda": {"gpt2-medium": SHAPES["cuda"]["gpt2-medium"]}}
 BATCHES = {"cpu": (1, 4, 12), "cuda": (2, 6, 16)}
 
@@ -79,7 +83,7 @@ def cases(given: argparse.Namespace) -> list[Case]:
     shapes = (HELD if given.held else SHAPES)[given.device]
     chosen = given.only.split(",") if given.only else list(shapes)
     batches = [int(part) for part in given.batches.split(",")] if given.batches else BATCHES[given.device]
-    how = {"device": given.device, "dtype": given.dtype, "update": given.update}
+    how = {"device": given.device, "dtype": given.dtype, "update": given.update, "transport": given.transport}
     return [
         Case(name, *shapes[name], batch, placement, **how)
         for placement in given.placements.split(",")
@@ -130,7 +134,7 @@ def measure(together: list[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
     with torch.device(case.device):
         net = BenchGPT(shape_of(case)).to(kind)
     peak.restart()
-    model = paceline.DistributedDataParallel(net, placement=case.placement)
+    model = paceline.DistributedDataParallel(net, placement=case.placement, transport=case.transport)
     ways: dict[str, Any] = UPDATES[case.update]
     master = torch.float32 if case.dtype == "bf16-master" else None
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-4, master=master, **ways)
@@ -197,6 +201,7 @@ def planned(case: Case, ranks: int) -> dict[str, Any]:
         "ranks": (ranks,),
         "placement": case.placement,
         "device": case.device,
+        "transport": case.transport,
     }
     found = plan(skeleton, (tokens, tokens), **ways, **shared)
     closed = PlanSettings(
@@ -265,12 +270,15 @@ def show_held(found: dict[str, Any]) -> None:
     """Bytes per parameter when backward has ended, beside what a placement should take, and the peak."""
     count, ranks = found["parameters"], found["ranks"]
     expected, words = found["kept_bytes"] / count, found["kept"]
-    buckets = found["lines_at_update"].get("gradient buckets", 0) / count
+    beside = {name: found["lines_at_update"].get(name, 0) / count for name in BESIDE}
+    buckets, rest = beside.pop("gradient buckets"), sum(beside.values())
     held = (found["held_bytes"] - found["before_bytes"]) / count
-    more = f" + {buckets:.2f}" if buckets else ""
+    more = "".join(f" + {size:.2f}" for size in (buckets, rest) if size)
+    words += ", buckets" * bool(buckets) + "".join(f", {name}" for name, size in beside.items() if size)
     say(
         f"{found['name']:<16}{found['placement']:<11}{held:>8.2f} held, {expected:.2f}{more} expected on {ranks} ranks "
-        f"({words}{', two buckets' if buckets else ''}): {held / (expected + buckets) - 1:+.1%}; "
+        f"({words}): {held / (expected + buckets + rest) - 1:+.1%}, {held / (expected + buckets) - 1:+.1%} without the "
+        f"rest; "
         f"{found['measured_bytes'] / count:.2f} at the peak"
     )
 
@@ -289,6 +297,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bf16", "bf16-master", "bf16-pure"], default="float32")
     parser.add_argument("--update", choices=list(UPDATES), default="auto")
+    parser.add_argument("--transport", choices=["auto", "shm", "torch"], default="auto")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default="", help="names of models, comma-separated")
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="comma-separated")
@@ -328,7 +337,7 @@ def write(given: argparse.Namespace, results: list[dict[str, Any]]) -> None:
 
         gpu = torch.cuda.get_device_name()
     report = {"schema": "paceline-plan-check/2", "circumstances": asdict(Circumstances.now(gpu)), "dtype": given.dtype}
-    report |= {"optimizer": "adamw", "update": given.update, "steps": STEPS[given.device]}
+    report |= {"optimizer": "adamw", "update": given.update, "transport": given.transport, "steps": STEPS[given.device]}
     report |= {"worst": worst_of(results), "results": results}
     given.json.write_text(dump_json(report))
 

@@ -1,19 +1,23 @@
 """Lanes on real ranks: one digest for every number of ranks, over shared memory and over gloo, with all randomness."""
 
+import gc
 import hashlib
 import pickle
 import random
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import paceline
 from tests.models import DDP, draw
 from tests.pool import Pool
 
@@ -68,6 +72,37 @@ def test_every_world_and_transport_gives_one_digest(procs: Pool) -> None:
         assert all(untouched for _, untouched in results)
         found[size, transport] = results[0][0]
     assert len(set(found.values())) == 1, found
+
+
+def left_of_a_replica(rank: int, size: int, transport: str, refers: bool, folder: str | None) -> list[str]:
+    """What is still there of a replica that was let go of: itself, its reducer, and threads of its groups."""
+    gc.collect()
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    net: Any = Noisy()
+    rules = paceline.Agreement(state_every=2, audit_every=2, capsules=folder)
+    model: Any = DDP(net, lanes=LANES, seed=9, transport=transport, agreement=rules)
+    if refers:
+        net.trainer = {"replica": model}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        for x in model.lanes([draw(10 * step + lane, 6, 8) for lane in model.own_lanes], step):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    watched = {"replica": weakref.ref(model), "reducer": weakref.ref(model._core), "module": weakref.ref(net)}
+    del model, net, optimizer, x
+    gc.collect()
+    gc.collect()  # what the end of the replica has let go of
+    more = len(list(Path("/proc/self/task").iterdir())) - threads
+    return [name for name, known in watched.items() if known() is not None] + ["thread"] * max(0, more)
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+@pytest.mark.parametrize("refers", [False, True], ids=["alone", "referred-to"])
+def test_a_replica_in_lanes_leaves_nothing_behind(procs: Pool, tmp_path: Path, transport: str, refers: bool) -> None:
+    procs(2).run(trained, transport)  # threads of torch's own that the first step begins
+    for folder in (None, str(tmp_path)):
+        assert procs(2).run(left_of_a_replica, transport, refers, folder) == [[], []]
 
 
 def moved(rank: int, size: int) -> list[float] | None:

@@ -45,6 +45,17 @@ def test_the_plan_of_a_placement_is_near_what_a_rank_takes(placement: str) -> No
     assert result["planned_bytes"] == pytest.approx(result["measured_bytes"], rel=0.10)
 
 
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3"])
+def test_what_ranks_exchange_over_gloo_is_counted(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the parameters, or the gradients, under zero1. Without holes, as above."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "1000000")
+    result = measured(replace(MEDIUM, placement=placement, transport="torch"), 2)
+    without_holes = result["planned_bytes"] - result["lines"]["holes in malloc's heap"]
+    assert without_holes == pytest.approx(result["measured_bytes"], rel=0.05)
+
+
 def test_a_peak_is_seen_after_the_memory_is_gone() -> None:
     peak = Peak("cpu")
     held = bytearray(64 * MIB)

@@ -94,6 +94,7 @@ def test_placements_give_the_same_bits(procs: Pool, text: str, tmp_path: Path) -
     for size, placement in pairs:
         assert run(size, placement) == alone, (size, placement)
     assert run(4, "zero2", shard=2) == alone
+    assert run(4, "zero1", copies=2, transport="auto") == alone
     assert run(2, "zero1", transport="torch", shard=2) == alone
 
 

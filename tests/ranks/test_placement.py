@@ -560,3 +560,23 @@ def test_units_inside_units_and_an_optimizer_that_replaces_values(placement: str
     expected = run(body("ddp"), 2)[0]
     for mine in run(body(placement), 2):
         assert_same_bits(mine, expected)
+
+
+@pytest.mark.parametrize("placement", ["zero2", "zero3"])
+def test_only_buckets_that_are_under_way_have_memory_beside_them(placement: str) -> None:
+    def body(transport: Transport) -> list[int]:
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        model: Any = DDP(net, transport=transport, placement=placement, bucket_cap_mb=0.01, bucket_plan="fixed")
+        found: list[int] = []
+
+        def count(_: torch.Tensor) -> None:
+            found.append(sum(bucket.flight is not None for bucket in model._core.bucket_set.buckets))
+
+        inputs = draw(transport.rank, 4, 64).requires_grad_()
+        inputs.register_hook(count)  # all buckets but the last ones have left
+        model(inputs).square().mean().backward()
+        assert len(model._core.bucket_set.buckets) >= 8
+        return found
+
+    for (found,) in run(body, 2):
+        assert found <= 2

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.collectives.choose import CHOICES
 from paceline.memory_plan.closed_form import PlanSettings, guess, usual_heads
 from paceline.memory_plan.numbers import PlanError, parse_bytes, parse_count, parse_list, show_bytes
 from paceline.memory_plan.rank_memory import largest_that
 from paceline.memory_plan.result import MemoryPlan, Traffic
-from paceline.memory_plan.setup import OPTIMIZERS, PLACEMENTS, PRECISIONS, TrainingSetup
+from paceline.memory_plan.setup import OPTIMIZERS, PLACEMENTS, PRECISIONS, TRANSPORTS, TrainingSetup
 from paceline.placement import PLACEMENTS as LIBRARY
 from paceline.reducer.lanes import Lanes
 
@@ -149,6 +150,10 @@ def test_each_placement_needs_less_than_the_one_before() -> None:
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
 
 
+def test_the_names_of_transports_are_those_of_the_library() -> None:
+    assert TRANSPORTS == CHOICES
+
+
 def test_the_names_of_placements_are_those_of_the_library() -> None:
     assert tuple(LIBRARY) == PLACEMENTS
 
@@ -189,6 +194,45 @@ def test_shards_over_some_of_the_ranks() -> None:
         assert over_two.at(8).traffic.sent_bytes == gathered + 2 * size * 3 // 4 // 2
     assert " / 2 bytes" in over_two.convention
     assert gpt2(placement="zero2", ranks=4, shard=1).total == gpt2(ranks=4).total
+
+
+def test_copies_are_shards_over_fewer_ranks_and_their_cost_is_said() -> None:
+    for placement in ("zero1", "zero2", "zero3"):
+        twice, in_fours = (gpt2(placement=placement, ranks=8, **how) for how in ({"copies": 2}, {"shard": 4}))
+        assert twice.at(8).moments == in_fours.at(8).moments
+        assert twice.at(8).traffic == in_fours.at(8).traffic
+        once = gpt2(placement=placement, ranks=8)
+        (cost,) = (note for note in twice.notes if "held by" in note)
+        assert cost.startswith("8 ranks: each shard is held by 2 of them")
+        assert show_bytes(twice.total - once.total) in cost
+        assert twice.total > once.total
+        assert not [note for note in once.notes if "held by" in note]
+    assert "/ (N / 2) bytes" in gpt2(placement="zero2", ranks=8, copies=2).convention
+    assert gpt2(placement="zero2", ranks="1,2,4", copies=2).at(2).total == gpt2(ranks=2).total
+
+
+@pytest.mark.parametrize("placement", ["zero1", "zero2", "zero3"])
+def test_what_is_exchanged_over_gloo_needs_memory_of_its_own(placement: str) -> None:
+    """Beside what it needs where ranks read in each other's memory."""
+    asked: dict[str, Any] = {"placement": placement, "ranks": 2, "device": "cpu", "batch": 1, "seq": 64}
+    shared, gloo = gpt2(**asked), gpt2(**asked, transport="torch")
+    assert gpt2(**asked, transport="shm").total == shared.total
+    assert gpt2(**{**asked, "placement": "ddp"}, transport="torch").total == gpt2(**{**asked, "placement": "ddp"}).total
+    moments = {moment.name: {line.name: line.nbytes for line in moment.lines} for moment in gloo.at(2).moments}
+    assert not any("staging in shared memory" in lines for lines in moments.values())
+    size = 4 * 124_000_000
+    if placement == "zero3":
+        root = {line.name: line.nbytes for line in shared.at(2).peak.lines}["gathered parameters"]
+        assert (
+            moments["gather of the root"]["root on its way"] == 2 * moments["gather of the root"]["gathered parameters"]
+        )
+        assert moments["gather of the root"]["gathered parameters"] < root
+    else:
+        assert moments["gather after the update"]["parameters on their way"] == 2 * size
+        assert moments["gather after the update"]["kept for gathers"] == 16 * 2**20
+    if placement == "zero1":
+        assert moments["last buckets under way"]["copies of buckets under way"] == 2 * size
+    assert gloo.total > shared.total
 
 
 def test_the_type_in_which_gradients_are_summed_is_counted() -> None:
@@ -271,6 +315,11 @@ def test_what_backward_hides() -> None:
         ),
         ({"placement": "zero1", "shard": 2, "ranks": 3}, "shard=2: expected a divisor of the number of ranks, 3"),
         ({"shard": 2}, "shard=2: placement='ddp' makes no shards"),
+        ({"placement": "zero1", "copies": 2, "ranks": 3}, "copies=2: expected a divisor of the number of ranks, 3"),
+        ({"copies": 2}, "copies=2: placement='ddp' makes no shards"),
+        ({"placement": "zero1", "copies": 2, "shard": 2}, "shard=2 and copies=2 say the same in two ways"),
+        ({"transport": "mpi"}, "transport='mpi': expected one of auto, torch, shm, two-level"),
+        ({"transport": "shm", "device": "cuda"}, "transport='shm': device='cuda' shares no memory"),
         ({"reduce_dtype": "int8"}, "reduce_dtype='int8': expected one of float32, bfloat16, float16"),
         ({"params": -5}, "params=-5: expected a whole number, at least 1"),
         ({"params": float("nan")}, "params=nan"),

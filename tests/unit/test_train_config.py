@@ -65,6 +65,19 @@ def test_ranks_that_cannot_be_cut_into_shards_are_refused() -> None:
         TrainConfig(shard=2)
 
 
+def test_copies_say_how_many_ranks_hold_each_shard() -> None:
+    config = TrainConfig(placement="zero2", copies=2)
+    config.check_ranks(4)
+    assert (config.shard_size(4), config.shard_size(6)) == (2, 3)
+    assert (TrainConfig(placement="zero2", shard=2).shard_size(6), TrainConfig().shard_size(6)) == (2, 0)
+    with pytest.raises(ConfigError, match="copies=2 does not divide 3 ranks; expected 0 or one of 1, 3"):
+        config.check_ranks(3)
+    with pytest.raises(ConfigError, match="copies=2: placement='ddp' makes no shards"):
+        TrainConfig(copies=2)
+    with pytest.raises(ConfigError, match="shard=2 and copies=2 say the same in two ways"):
+        TrainConfig(placement="zero1", shard=2, copies=2)
+
+
 def test_settings_of_the_job_are_those_of_paceline_run(tmp_path: Path) -> None:
     job = job_of(TrainConfig(), 2, tmp_path)
     assert (job.elastic, job.hang_timeout_s, job.shutdown_timeout_s) == (None, None, 30.0)

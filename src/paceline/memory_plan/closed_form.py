@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from paceline.memory_plan.model_memory import MIB, BatchMemory, ModelMemory, times
 from paceline.memory_plan.numbers import PlanError, parse_count, parse_positive, show_count
-from paceline.memory_plan.rank_memory import CUBLAS_BYTES, MIB, BatchMemory, ModelMemory, plan_ranks, times
+from paceline.memory_plan.rank_memory import CUBLAS_BYTES, plan_ranks
 from paceline.memory_plan.result import MemoryLine, MemoryPlan
 from paceline.memory_plan.setup import Precision, TrainingSetup, setting
 from paceline.memory_plan.storages import (

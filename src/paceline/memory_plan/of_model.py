@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from paceline.bare import bare
 from paceline.layout import BucketCaps, ParamMeta, plan_layout
 from paceline.memory_plan.follow import FollowedStep, Loss, follow, samples_of
+from paceline.memory_plan.model_memory import BatchMemory, ModelMemory
 from paceline.memory_plan.numbers import PlanError, show_count
-from paceline.memory_plan.rank_memory import CUBLAS_BYTES, BatchMemory, ModelMemory, plan_ranks
+from paceline.memory_plan.rank_memory import CUBLAS_BYTES, plan_ranks
 from paceline.memory_plan.result import MemoryLine, MemoryPlan
 from paceline.memory_plan.setup import TrainingSetup
 from paceline.memory_plan.storages import HEAP_BLOCK_BYTES, Height, Timeline, between, highest
@@ -51,11 +52,11 @@ def plan(
         device: "cpu" or "cuda"; by default where the parameters are.
         units: for placement="zero3", as passed to DistributedDataParallel.
         **setup: the other fields of `TrainingSetup`: ranks (one world size, or several; 1 by default), placement,
-            shard, lanes and reduce_dtype (as passed to DistributedDataParallel; types by name), master (as passed to
-            `model.optimizer`), meta (whether training starts from the meta device; by default whether this model is
-            there), accumulate (microbatches of one step), device_memory (bytes, or "24GiB": then the plan says whether
-            the model fits and the largest batch that does), link_gbit and backward_s (a rank's link and the time of its
-            backward: then the plan says what stays exposed).
+            shard, copies, transport, lanes and reduce_dtype (as passed to DistributedDataParallel; types by name),
+            master (as passed to `model.optimizer`), meta (whether training starts from the meta device; by default
+            whether this model is there), accumulate (microbatches of one step), device_memory (bytes, or "24GiB": then
+            the plan says whether the model fits and the largest batch that does), link_gbit and backward_s (a rank's
+            link and the time of its backward: then the plan says what stays exposed).
     """
     model = bare(model)
     params = list(model.named_parameters())

@@ -4,14 +4,23 @@ A planner, `closed_form` or `of_model`, gives the numbers of a model and of a ba
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from paceline.memory_plan.exchange import (
+    SCATTER_BYTES,
+    copies_per_gradient,
+    gathered,
+    moments_of_exchange,
+    on_their_way,
+    staging,
+    traffic_of,
+)
+from paceline.memory_plan.model_memory import MIB, BatchMemory, BatchMemoryAt, ModelMemory, present, times, total
 from paceline.memory_plan.numbers import show_bytes
-from paceline.memory_plan.result import MemoryLine, MemoryPlan, RankPlan, StepMoment, Traffic
+from paceline.memory_plan.result import MemoryLine, MemoryPlan, RankPlan, StepMoment
 from paceline.memory_plan.setup import PLACEMENTS, TrainingSetup, bytes_per_parameter
 from paceline.memory_plan.storages import GRADIENTS, Height
 
-MIB = 2**20
 CUBLAS_BYTES = 64 * MIB  # forward and backward run on two threads, each with a handle and a workspace of its own
 # Not counted by torch's allocator and not the same everywhere; `fits` would be wrong without them, so they are named.
 CUDA_CONTEXT_BYTES = 512 * MIB
@@ -22,46 +31,8 @@ INTERPRETER_BYTES = 384 * MIB
 # ranks, whose gradients are not in that heap, had 4 to 16 %.
 HEAP_HOLES = 0.12
 LIBRARY_BYTES = 8 * MIB
-PIECE_BYTES = {"cpu": 4 * MIB, "cuda": 16 * MIB}  # of parameters that are gathered at a time after an update
-PIECES_AT_A_TIME = 4  # two that are gathered, and two that other ranks have yet to read
 CHUNK_BYTES = 64 * MIB  # of parameters that rank 0 sends at a time when replicas start equal
 MOST_RANKS = 1024  # that are tried when a model does not fit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelMemory:
-    """The numbers of a model, whatever the batch is."""
-
-    name: str  # for people
-    count: int  # of its parameters
-    trained: int  # of them
-    parameter_bytes: int
-    gradient_bytes: int
-    padding_bytes: int = 0  # what buckets need beside the gradients
-    buffer_bytes: int = 0
-    workspace_bytes: int = 0  # of cuBLAS
-    in_group: int  # elements of the largest group of parameters of the optimizer
-    largest: int  # elements of the largest parameter
-    last_bucket_bytes: int
-    bucket_bytes: int  # of the largest bucket
-    turns_bytes: int  # of two buckets that share their memory with all others
-    root: int  # elements that are in no unit
-    unit: int  # elements of the largest unit
-    owned: Callable[[int], int]  # of so many ranks, elements of the one that owns the most
-    heap_share: float  # of the parameters, the part in blocks that malloc takes from its heap
-
-
-@dataclass(frozen=True, slots=True)
-class BatchMemory:
-    """What comes and goes within one microbatch: its highest points, by the way gradients are held."""
-
-    fresh: tuple[tuple[str, Height], ...]  # each gradient is made by backward and stays
-    steady: tuple[tuple[str, Height], ...]  # each is copied when it has been made
-    inputs: MemoryLine
-    formulas: dict[str, str]  # by kind of storage
-
-
-BatchMemoryAt = Callable[[int], BatchMemory]
 
 
 def plan_ranks(
@@ -74,7 +45,7 @@ def plan_ranks(
         outside = _outside(setup.device, ranks)
         largest = None
         if setup.device_memory is not None and at_batch is not None:
-            room = setup.device_memory - _total(outside)
+            room = setup.device_memory - total(outside)
 
             def fits(batch: int, ranks: int = ranks, room: int = room, at: BatchMemoryAt = at_batch) -> bool:
                 return max(moment.total for moment in _moments(model, at(batch), setup, ranks)) <= room
@@ -86,11 +57,29 @@ def plan_ranks(
             found = replace(found, instead=_what_fits(model, current, setup, ranks))
         plans.append(found)
     over = "" if setup.shard is None else f" over {setup.shard} ranks"
+    over += "" if setup.copies is None else f", {setup.copies} copies of each shard"
+    over += "" if setup.transport == "auto" else f", transport {setup.transport}"
+    notes = [*notes, *_twins_cost(model, current, setup, plans)]
     how = f"{setup.kind}, {setup.optimizer} ({setup.update_kind}), {setup.device}, {setup.placement}{over}"
     subject = f"{model.name}, {how}"
     return MemoryPlan(
         subject, setup.convention, model.count, batch, setup.device, tuple(plans), setup.device_memory, tuple(notes)
     )
+
+
+def _twins_cost(
+    model: ModelMemory, batch: BatchMemory | None, setup: TrainingSetup, plans: Iterable[RankPlan]
+) -> Iterator[str]:
+    """What it takes that several ranks hold each shard."""
+    alone = replace(setup, shard=None, copies=None)
+    for plan in plans:
+        ranks, parts = plan.ranks, setup.parts(plan.ranks)
+        if setup.placement != "ddp" and parts < ranks:
+            more = plan.total - max(moment.total for moment in _moments(model, batch, alone, ranks))
+            yield (
+                f"{ranks} ranks: each shard is held by {ranks // parts} of them, which takes {show_bytes(more)} more "
+                f"of every rank than shards over all"
+            )
 
 
 def _what_fits(model: ModelMemory, batch: BatchMemory | None, setup: TrainingSetup, ranks: int) -> tuple[str, ...]:
@@ -101,12 +90,11 @@ def _what_fits(model: ModelMemory, batch: BatchMemory | None, setup: TrainingSet
         """Bytes, if they fit."""
         asked = replace(setup, placement=placement, ranks=(1,))
         too_few = setup.lanes is not None and setup.lanes < ranks
-        if too_few or not asked.deals_evenly(ranks) or ranks % asked.parts(ranks):
+        if too_few or not asked.deals_evenly(ranks) or not asked.cuts_evenly(ranks):
             return None
-        total = max(moment.total for moment in _moments(model, batch, asked, ranks)) + _total(
-            _outside(setup.device, ranks)
-        )
-        return total if total <= (setup.device_memory or 0) else None
+        inside = max(moment.total for moment in _moments(model, batch, asked, ranks))
+        needed = inside + total(_outside(setup.device, ranks))
+        return needed if needed <= (setup.device_memory or 0) else None
 
     found = []
     others = PLACEMENTS[PLACEMENTS.index(setup.placement) + 1 :] if ranks > 1 else ()
@@ -137,22 +125,25 @@ def _moments(model: ModelMemory, batch: BatchMemory | None, setup: TrainingSetup
     """The points at which memory may be highest: some of forward and backward, the update, and the start."""
     parameters, gradients = _parameters(model, setup, ranks), _gradients(model, setup, ranks)
     states, update = _states(model, setup, ranks), _update(model, setup, ranks)
-    always = _present(
+    always = present(
         MemoryLine("buffers", model.buffer_bytes, "of the model"),
         MemoryLine("cuBLAS workspaces", model.workspace_bytes, "one for forward, one for backward"),
     )
-    rest = (*states, *always, *_staging(model, setup, ranks), *((batch.inputs,) if batch is not None else ()))
+    rest = (*states, *always, *staging(model, setup, ranks), *((batch.inputs,) if batch is not None else ()))
     # Buckets are made once and lie apart; gradients that autograd makes come from malloc, again and again.
     scattered = 0 if _in_buckets(setup, ranks) else model.heap_share * model.gradient_bytes
-    lasting = model.heap_share * _total([parameters, *(line for line in states if line.name != "master")])
-    beside = _beside(setup.device, lasting + scattered + model.heap_share * _total(update))
-    last = [StepMoment("optimizer step", _present(parameters, *gradients, *rest, *update, *beside))]
-    if pieces := _pieces(model, setup, ranks):
-        beside = _beside(setup.device, lasting)
-        last.append(StepMoment("gather after the update", _present(parameters, *gradients, *rest, *pieces, *beside)))
+    lasting = model.heap_share * total([parameters, *(line for line in states if line.name != "master")])
+    beside = _beside(setup.device, lasting + scattered + model.heap_share * total(update))
+    last = [StepMoment("optimizer step", present(parameters, *gradients, *rest, *update, *beside))]
+    if pieces := on_their_way(model, setup, ranks):
+        beside = _beside(setup.device, lasting + model.heap_share * total(pieces))
+        last.append(StepMoment("gather after the update", present(parameters, *gradients, *rest, *pieces, *beside)))
+    for name, exchanged in moments_of_exchange(model, setup, ranks):
+        beside = _beside(setup.device, lasting + scattered + model.heap_share * total(exchanged))
+        last.append(StepMoment(name, present(parameters, *gradients, *rest, *exchanged, *beside)))
     if wrapping := _wrapping(model, setup, ranks):
         beside = _beside(setup.device, model.heap_share * model.parameter_bytes)
-        last.append(StepMoment("wrapping the model", _present(*wrapping, *always, *beside)))
+        last.append(StepMoment("wrapping the model", present(*wrapping, *always, *beside)))
     if batch is None:
         return tuple(last)
     found = []
@@ -160,13 +151,13 @@ def _moments(model: ModelMemory, batch: BatchMemory | None, setup: TrainingSetup
         moving = dict(height.by_kind)
         made = moving.pop(GRADIENTS, 0)
         passing = _passing(model, setup, ranks, made, reduced=reduced)
-        in_heap = lasting + height.in_heap + model.heap_share * _total(passing)
+        in_heap = lasting + height.in_heap + model.heap_share * total(passing)
         held = passing
         if reduced or _in_buckets(setup, ranks) or setup.accumulate > 1:
             held, in_heap = (*gradients, *passing), in_heap + scattered
         followed = "followed with tensors that have no memory"
         kinds = [MemoryLine(kind, size, batch.formulas.get(kind, followed)) for kind, size in moving.items()]
-        lines = (parameters, *held, *rest, *_present(*kinds, *_beside(setup.device, in_heap)))
+        lines = (parameters, *held, *rest, *present(*kinds, *_beside(setup.device, in_heap)))
         found.append(StepMoment(name, lines))
     return (*found, *last)
 
@@ -182,7 +173,7 @@ def _heights(batch: BatchMemory, setup: TrainingSetup, ranks: int) -> Iterator[t
         yield from ((name, height, False) for name, height in batch.fresh)
         return
     yield from ((name, height, False) for name, height in batch.steady)
-    if _copies_per_gradient(setup, ranks) and not setup.shards(GRADIENTS, ranks):
+    if copies_per_gradient(setup, ranks) and not setup.shards(GRADIENTS, ranks):
         yield from ((f"{name}, buckets under way", height, True) for name, height in batch.fresh)
 
 
@@ -196,30 +187,19 @@ def _passing(
     if not _in_buckets(setup, ranks) and setup.accumulate == 1:
         words = "made so far" if made else "none yet: backward makes them one by one"
         return (MemoryLine(GRADIENTS, made, words),)
-    copies = _copies_per_gradient(setup, ranks)
+    copies = copies_per_gradient(setup, ranks)
     words = "made, and not yet in their place"
     turn = 2 * (setup.precision.gradient * model.unit if setup.shards("parameters", ranks) else model.bucket_bytes)
     under_way = made if reduced else turn if setup.shards(GRADIENTS, ranks) else 0
-    return _present(
-        *_gathered(model, setup, ranks),
+    if setup.device == "cpu" and setup.parts(ranks) < ranks:
+        under_way = min(under_way, SCATTER_BYTES)  # piece by piece
+    return present(
+        *gathered(model, setup, ranks),
         MemoryLine("gradients in transit", 0 if reduced else max(made, _waiting(model, setup, ranks)), words),
         MemoryLine(
             "copies of buckets under way", int(copies * under_way), f"{copies:.3g} × {under_way:,}: sent and received"
         ),
     )
-
-
-def _copies_per_gradient(setup: TrainingSetup, ranks: int) -> float:
-    """Bytes beside a bucket while it is reduced, for each of its own: of what is sent and received in other memory, or
-    in another type."""
-    own, wire = setup.precision.gradient, setup.wire_bytes
-    if ranks == 1 or setup.lanes is not None:
-        return 0.0
-    if not setup.shards("states", ranks):
-        return 0.0 if wire == own else wire / own
-    if setup.device == "cpu":  # shards are reduced where they are, half precision in float32
-        return wire / own if wire < own else 0.0
-    return min(wire, own) / own + wire / own / setup.parts(ranks)
 
 
 def _parameters(model: ModelMemory, setup: TrainingSetup, ranks: int) -> MemoryLine:
@@ -228,34 +208,6 @@ def _parameters(model: ModelMemory, setup: TrainingSetup, ranks: int) -> MemoryL
         count = model.owned(setup.parts(ranks)) + model.count - model.trained
         nbytes = nbytes * count // model.count
     return MemoryLine("parameters", nbytes, _sum(size, count, nbytes))
-
-
-def _gathered(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
-    """What is gathered for a time where parameters are in shards."""
-    if not setup.shards("parameters", ranks):
-        return ()
-    size, parts = setup.precision.parameter, setup.parts(ranks)
-    ahead, words = size * model.unit, f"{size} × {model.unit:,}"
-    if setup.device != "cpu":  # in shared memory they are read where they are
-        ahead, words = ahead + ahead // parts, f"{words} × (1 + 1/{parts}): received, and sent"
-    formula = f"{size} × ({model.root:,} + 2 × {model.unit:,}): the root, and two units where one follows the other"
-    return _present(
-        MemoryLine("gathered parameters", size * (model.root + 2 * model.unit), formula),
-        MemoryLine("unit fetched ahead", ahead, words),
-    )
-
-
-def _staging(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
-    """Memory that ranks of one host share, for parameters on their way to the others: it is kept."""
-    if setup.device != "cpu" or not setup.shards("states", ranks):
-        return ()
-    size, parts = setup.precision.parameter, setup.parts(ranks)
-    if setup.shards("parameters", ranks):
-        nbytes, words = size * (model.root + 2 * model.unit), "the root and two units"
-    else:
-        nbytes = min(_piece(model, setup) + (PIECES_AT_A_TIME - 1) * PIECE_BYTES[setup.device], model.parameter_bytes)
-        words = f"{PIECES_AT_A_TIME} pieces"
-    return (MemoryLine("staging in shared memory", nbytes // parts, f"{nbytes:,} / {parts}: {words}"),)
 
 
 def _wrapping(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
@@ -267,7 +219,7 @@ def _wrapping(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Mem
     chunk = min(CHUNK_BYTES + setup.precision.parameter * model.largest, model.parameter_bytes)
     whole = MemoryLine("parameters", model.parameter_bytes, f"{model.count:,} elements, whole")
     shards = _parameters(model, setup, ranks).nbytes if in_shards else 0
-    return _present(
+    return present(
         whole,
         MemoryLine("shards of parameters", shards, "taken from them"),
         MemoryLine("values from rank 0", copies * chunk, f"{copies} × {chunk:,}"),
@@ -285,7 +237,7 @@ def _gradients(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Me
             buckets = setup.precision.gradient * (model.root + model.unit)
             words = "of the root and of a unit, in turn: one fills while one is reduced"
         before = model.gradient_bytes if setup.accumulate > 1 else 0
-        return _present(
+        return present(
             MemoryLine(GRADIENTS, nbytes, _sum(setup.precision.gradient, owned, nbytes)),
             MemoryLine("gradient buckets", buckets, words),
             MemoryLine("unreduced gradients", before, "of the microbatches before the last, whole"),
@@ -297,7 +249,7 @@ def _gradients(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Me
     copies = setup.lane_copies(ranks)
     sums = MemoryLine("sums of lanes", copies * model.gradient_bytes, f"{copies} × gradients: of the lanes before")
     padding = MemoryLine("gradient buckets", model.padding_bytes, "padding; gradients are views of their buckets")
-    return (gradients, padding, *_present(sums))
+    return (gradients, padding, *present(sums))
 
 
 def _waiting(model: ModelMemory, setup: TrainingSetup, ranks: int) -> int:
@@ -340,21 +292,6 @@ def _update(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[Memor
     )
 
 
-def _pieces(model: ModelMemory, setup: TrainingSetup, ranks: int) -> tuple[MemoryLine, ...]:
-    """Pieces of parameters on their way to other ranks after an update, two at a time."""
-    in_place = setup.device == "cpu"  # in shared memory they are read where they are: see `_staging`
-    if in_place or not setup.shards("states", ranks) or setup.shards("parameters", ranks):
-        return ()
-    piece = _piece(model, setup)
-    sent = piece // setup.parts(ranks)
-    return (MemoryLine("pieces of parameters", 2 * (sent + piece), f"2 × ({sent:,} sent + {piece:,} received)"),)
-
-
-def _piece(model: ModelMemory, setup: TrainingSetup) -> int:
-    """Bytes of the largest one."""
-    return min(max(PIECE_BYTES[setup.device], setup.precision.parameter * model.largest), model.parameter_bytes)
-
-
 def _beside(device: str, in_heap: float) -> tuple[MemoryLine, ...]:
     """What a process holds beside its tensors on the CPU, with so many bytes of tensors in malloc's heap."""
     if device != "cpu":
@@ -370,50 +307,6 @@ def _outside(device: str, ranks: int) -> tuple[MemoryLine, ...]:
         return (MemoryLine("Python and torch", INTERPRETER_BYTES, words),)
     context = MemoryLine("CUDA context and kernels", CUDA_CONTEXT_BYTES, "about; differs by device and driver")
     return (context,) if ranks == 1 else (context, MemoryLine("NCCL", NCCL_BYTES, "about; one communicator"))
-
-
-def traffic_of(model: ModelMemory, setup: TrainingSetup, ranks: int) -> Traffic:
-    """What a rank sends in one step. Gradients are summed and spread, or each sum goes to its owner alone, and from
-    there to those who own the same. Parameters in shards are gathered for every forward and backward, others once,
-    under the forward that follows the update."""
-    speed = None if setup.link_gbit is None else setup.link_gbit * 1e9 / 8
-    scattered = setup.shards("states", ranks) and setup.lanes is None
-    parts = setup.parts(ranks) if setup.shards("states", ranks) else 1
-    times_gathered = 0
-    if setup.shards("parameters", ranks):
-        times_gathered = 2 * setup.accumulate * (-(-(setup.lanes or ranks) // ranks))
-    elif setup.shards("states", ranks):
-        times_gathered = 1
-    own, wire = setup.precision.gradient, setup.wire_bytes
-    summed = model.gradient_bytes * wire // own
-    twins = ranks // parts if scattered else ranks
-    spread = 2 * summed * (twins - 1) // twins // (parts if scattered else 1)
-    to_owners = model.gradient_bytes * min(own, wire) // own * (parts - 1) // parts if scattered else 0
-    gathered = times_gathered * model.parameter_bytes * (parts - 1) // parts
-    terms = [f"({twins} − 1)/{twins} × 2 × gradients" + (f"/{parts}" if scattered else "")] if twins > 1 else []
-    if inside := (["gradients"] if scattered else []) + ([f"{times_gathered} × parameters"] if gathered else []):
-        terms.append(f"({parts} − 1)/{parts} × ({' + '.join(inside)})")
-    return Traffic(
-        sent_bytes=spread + to_owners + gathered,
-        last_bucket_bytes=(spread + to_owners) * model.last_bucket_bytes // max(1, model.gradient_bytes),
-        link_bytes_per_s=speed,
-        backward_s=setup.backward_s,
-        in_forward_bytes=gathered // 2 if times_gathered > 1 else gathered,
-        formula=" + ".join(terms),
-    )
-
-
-def _total(lines: Iterable[MemoryLine]) -> int:
-    return sum(line.nbytes for line in lines)
-
-
-def _present(*lines: MemoryLine) -> tuple[MemoryLine, ...]:
-    return tuple(line for line in lines if line.nbytes)
-
-
-def times(size: int, count: int) -> str:
-    """A product that can be checked."""
-    return f"{size} × {count:,}"
 
 
 def _sum(size: int, count: int, nbytes: int) -> str:

@@ -10,6 +10,7 @@ from paceline.memory_plan.numbers import PlanError, parse_bytes, parse_count, pa
 DEVICES = ("cpu", "cuda")
 WIRE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of an element, by the type in which gradients are summed
 UPDATES = ("auto", "foreach", "fused", "loop")
+TRANSPORTS = ("auto", "torch", "shm", "two-level")
 PLACEMENTS = ("ddp", "zero1", "zero2", "zero3")  # each shards one thing more: optimizer state, gradients, parameters
 
 
@@ -111,6 +112,12 @@ class TrainingSetup:
         parse_count,
         group="Training",
     )
+    copies: int | None = setting(
+        None,
+        "how many ranks hold each shard, whatever the number of ranks: the same in another way",
+        parse_count,
+        group="Training",
+    )
     meta: bool = setting(
         False,
         "the model starts on the meta device: under zero3 no rank ever holds the whole",
@@ -128,6 +135,12 @@ class TrainingSetup:
     )
     update: str = setting("auto", f"how the optimizer updates: {', '.join(UPDATES)}", one_of(UPDATES), group="Training")
     device: str = setting("cuda", f"one of {', '.join(DEVICES)}", one_of(DEVICES), group="Machine")
+    transport: str = setting(
+        "auto",
+        f"one of {', '.join(TRANSPORTS)}: how ranks exchange bytes; auto is shared memory (shm) on the CPU, else torch",
+        one_of(TRANSPORTS),
+        group="Machine",
+    )
     device_memory: int | None = setting(
         None,
         "memory of one device, such as 24GiB: says whether the model fits, and the largest batch that does",
@@ -147,10 +160,17 @@ class TrainingSetup:
             raise PlanError(f"update='fused': {self.optimizer} has no fused step; expected foreach, loop or auto")
         if self.lanes is not None and self.lanes < max(self.ranks):
             raise PlanError(f"lanes={self.lanes}: expected at least one for each of {max(self.ranks)} ranks")
-        if self.shard not in (None, 1) and self.placement == "ddp":
-            raise PlanError(f"shard={self.shard}: placement='ddp' makes no shards; expected zero1, zero2 or zero3")
-        if torn := [ranks for ranks in self.ranks if ranks % self.parts(ranks)]:
-            raise PlanError(f"shard={self.shard}: expected a divisor of the number of ranks, {torn[0]}")
+        if self.shard is not None and self.copies is not None:
+            raise PlanError(
+                f"shard={self.shard} and copies={self.copies} say the same in two ways: expected one of them at most"
+            )
+        name, value = ("shard", self.shard) if self.copies is None else ("copies", self.copies)
+        if value not in (None, 1) and self.placement == "ddp":
+            raise PlanError(f"{name}={value}: placement='ddp' makes no shards; expected zero1, zero2 or zero3")
+        if torn := [ranks for ranks in self.ranks if not self.cuts_evenly(ranks)]:
+            raise PlanError(f"{name}={value}: expected a divisor of the number of ranks, {torn[0]}")
+        if self.device == "cuda" and self.transport in ("shm", "two-level"):
+            raise PlanError(f"transport={self.transport!r}: device='cuda' shares no memory; expected auto or torch")
         if uneven := [ranks for ranks in self.ranks if not self.deals_evenly(ranks)]:
             raise PlanError(
                 f"lanes={self.lanes} with placement='zero3': expected a multiple of {uneven[0]} ranks, which gather "
@@ -171,7 +191,20 @@ class TrainingSetup:
 
     def parts(self, ranks: int) -> int:
         """Over how many of so many ranks shards are made. The others hold the same shards."""
+        if self.copies is not None:
+            return max(1, ranks // self.copies)
         return ranks if self.shard is None else min(self.shard, ranks)
+
+    def cuts_evenly(self, ranks: int) -> bool:
+        """Whether every shard is held by as many of so many ranks. In a smaller world all ranks do the same."""
+        multiple = self.shard or self.copies or 1
+        return ranks < multiple or ranks % multiple == 0
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks read in each other's memory. Else what is exchanged needs memory to be sent from and received
+        in."""
+        return self.device == "cpu" and self.transport in ("auto", "shm")
 
     @property
     def kind(self) -> str:
@@ -202,7 +235,8 @@ class TrainingSetup:
         parts = bytes_per_parameter(self.kind, self.optimizer)
         kinds = {name: name if name in ("parameters", "gradients") else "states" for name in parts}
         cut = {name: size for name, size in parts.items() if self.shards(kinds[name], max(2, *self.ranks))}
-        over = "N" if self.shard is None else str(self.shard)
+        over = "N" if self.copies in (None, 1) else f"(N / {self.copies})"
+        over = over if self.shard is None else str(self.shard)
         kept = {name: size for name, size in parts.items() if name not in cut}
         terms, sums = [f"{name} {size}" for name, size in kept.items()], [str(sum(kept.values()))] if kept else []
         if cut:

@@ -241,6 +241,7 @@ class Schedule:
             if not self._patient:
                 return False
         self._wait_result(before)
+        before.flight = None  # it holds what was sent and received, as large as the bucket
         return True
 
     def wait_results(self) -> None:
@@ -252,15 +253,14 @@ class Schedule:
     def _wait_result(self, bucket: Bucket) -> None:
         if bucket.state is BucketState.REDUCED:
             return
-        index = bucket.spec.index
-        self._trace.stamp(Moment.WAIT_ENTERED, self.reductions_begun, index, bucket.collective)
+        self._trace.stamp(Moment.WAIT_ENTERED, self.reductions_begun, bucket.spec.index, bucket.collective)
         if bucket.flight is not None:
             if not (self.stream_ordered and bucket.flight.work.wait(0.0)):
-                self._wait(bucket.flight.work, f"bucket {index} of backward {self.reductions_begun}")
+                self._wait(bucket.flight.work, f"bucket {bucket.spec.index} of backward {self.reductions_begun}")
                 self._note_completed()
             bucket.store_result(bucket.flight.result())
         bucket.move(BucketState.REDUCED)
-        self._trace.stamp(Moment.WAIT_LEFT, self.reductions_begun, index, bucket.collective)
+        self._trace.stamp(Moment.WAIT_LEFT, self.reductions_begun, bucket.spec.index, bucket.collective)
 
     def busy_after_advancing(self) -> bool:
         """Let works of several collectives start their next one. Returns whether a collective is then under way."""

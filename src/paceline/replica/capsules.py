@@ -62,7 +62,8 @@ class _StepInputs:
 
 
 class CapsuleWriter:
-    """Keeps the inputs of the current step, and writes them to a file when the step fails."""
+    """Keeps the inputs of the current step, and writes them to a file when the step fails. Holds no module, because a
+    module may refer to its replica."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class CapsuleWriter:
         self._about = agreement.about
         self._buffers = buffers
         self._core = core
-        self._module = module
+        self._known_module = weakref.ref(module)
         self._seed = seed
         self._device = device
         self._current = _StepInputs()
@@ -86,6 +87,12 @@ class CapsuleWriter:
         self._crashed = ""  # the error of this step for which a capsule was written
         self._findings: Counter[str] = Counter()
         _writers.add(self)
+
+    @property
+    def _module(self) -> nn.Module:
+        module = self._known_module()
+        assert module is not None, "steps are made by a replica, which holds it"
+        return module
 
     def note_lanes(self, microbatches: Sequence[Any], step: int) -> None:
         """A step of lanes begins. Its random numbers follow from the seed."""

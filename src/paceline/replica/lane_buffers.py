@@ -7,6 +7,7 @@ lanes run is treated as a cache of forward(): it is not changed, and a warning i
 """
 
 import logging
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +47,10 @@ class _Seen:
 
 
 class LaneBuffers:
-    """The buffers of one module, from lane to lane."""
+    """The buffers of one module, from lane to lane. Holds no module: a module may hold the replica."""
 
     def __init__(self, module: nn.Module, ignored: set[str], lanes: Lanes) -> None:
-        self._module = module
+        self._module = weakref.ref(module)
         self._ignored = ignored
         self._lanes = lanes
         norms = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _NORMS)]
@@ -93,8 +94,8 @@ class LaneBuffers:
         memory fault does not change its version."""
         seen = self._before[name]
         if seen.value.nbytes > COMPARED_BYTES and name not in self._known:
-            buffer = self._module.get_buffer(name)
-            if seen.fits(buffer) and not _equal(buffer, seen.value):
+            buffer = self._present().get(name)
+            if buffer is not None and seen.fits(buffer) and not _equal(buffer, seen.value):
                 seen = self._before[name] = _Seen.now(buffer)
         return seen.value
 
@@ -178,8 +179,8 @@ class LaneBuffers:
             buffer.copy_(seen.value)
         else:  # forward has replaced the tensor, perhaps by its input or a parameter
             buffer = seen.value.clone()
-            owner, _, own_name = name.rpartition(".")
-            setattr(self._module.get_submodule(owner), own_name, buffer)
+            prefix, _, own_name = name.rpartition(".")
+            setattr(self._owners[prefix](), own_name, buffer)
         seen.version, seen.address = buffer._version, buffer.data_ptr()
 
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
@@ -206,13 +207,16 @@ class LaneBuffers:
 
     def _find_owners(self) -> None:
         """Once a step, because walking over all modules after every lane costs too much."""
-        self._owners = list(self._module.named_modules())
+        module = self._module()
+        named = () if module is None else module.named_modules()
+        self._owners = {prefix: weakref.ref(owner) for prefix, owner in named}
 
     def _present(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
-        for prefix, owner in self._owners:
-            for own_name, buffer in owner._buffers.items():
+        for prefix, known in self._owners.items():
+            owner = known()
+            for own_name, buffer in () if owner is None else owner._buffers.items():
                 if buffer is None or id(buffer) in seen:
                     continue
                 seen.add(id(buffer))

@@ -92,6 +92,8 @@ def memory_plan(
         update="fused",
         placement=config.placement,
         shard=config.shard or None,
+        copies=config.copies or None,
+        transport=config.transport,
         checkpointing=config.checkpointing,
         device=world.device.type,
         device_memory=device_memory,

@@ -82,7 +82,7 @@ def result_of(run: Run, held_out: float | None) -> dict[str, object]:
         "ranks": run.world.size,
         "lanes": config.lanes,
         "placement": config.placement,
-        "shard": config.shard,
+        "shard": config.shard_size(run.world.size),
         "device": str(run.device),
         **origin(run.device),
         "final_loss": losses[-1] if losses else None,

@@ -105,6 +105,13 @@ class TrainConfig:
         high=4096,
         group="Ranks",
     )
+    copies: int = option(
+        0,
+        "how many ranks hold each shard, whatever the number of ranks; 0: one, or as --shard says",
+        low=0,
+        high=4096,
+        group="Ranks",
+    )
     transport: str = option(
         "auto", "auto, torch, shm or two-level", choices=("auto", "torch", "shm", "two-level"), group="Ranks"
     )
@@ -157,13 +164,14 @@ class TrainConfig:
 
     # A run may be resumed with other values of these. They do not change what is computed, except for `decay_steps`,
     # which is meant to be changed, `ranks` without lanes, which changes the global batch, and the last bits by
-    # `threads`, `device` and `compile`, which is warned about, and by `placement` and `shard` without lanes.
+    # `threads`, `device` and `compile`, which is warned about, and by `placement`, `shard` and `copies`
+    # without lanes.
     FREE: ClassVar[frozenset[str]] = frozenset(
         {
             *("ranks", "steps", "decay_steps", "eval_every", "eval_samples", "sample", "save_every", "save_seconds"),
             *("keep", "resume", "transport", "device", "threads", "audit", "trackers", "check_every", "on_drift"),
-            *("audit_every", "max_restarts", "out", "compile", "placement", "shard", "min_ranks"),
-            *("spares", "max_losses", "recovery_timeout", "hang_timeout", "shutdown_timeout"),
+            *("audit_every", "max_restarts", "out", "compile", "placement", "shard", "copies"),
+            *("min_ranks", "spares", "max_losses", "recovery_timeout", "hang_timeout", "shutdown_timeout"),
         }
     )
 
@@ -177,8 +185,13 @@ class TrainConfig:
                 f"audit_every={self.audit_every} with lanes={self.lanes} and placement={self.placement!r}: expected "
                 f"lanes, which one rank can run alone: --lanes 8, and a --placement other than zero3"
             )
-        if self.shard > 1 and self.placement == "ddp":
-            raise ConfigError(f"shard={self.shard}: placement='ddp' makes no shards; expected zero1, zero2 or zero3")
+        if self.shard and self.copies:
+            raise ConfigError(
+                f"shard={self.shard} and copies={self.copies} say the same in two ways: expected one of them at most"
+            )
+        name, value = ("copies", self.copies) if self.copies else ("shard", self.shard)
+        if value > 1 and self.placement == "ddp":
+            raise ConfigError(f"{name}={value}: placement='ddp' makes no shards; expected zero1, zero2 or zero3")
 
     @property
     def shape(self) -> Shape:
@@ -203,9 +216,10 @@ class TrainConfig:
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of ranks that does not suit the lanes or the shards."""
-        if self.shard and ranks % self.shard:
+        name, value = ("copies", self.copies) if self.copies else ("shard", self.shard)
+        if value and ranks % value:
             possible = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-            raise ConfigError(f"shard={self.shard} does not divide {ranks} ranks; expected 0 or one of {possible}")
+            raise ConfigError(f"{name}={value} does not divide {ranks} ranks; expected 0 or one of {possible}")
         if self.max_losses >= 0 and not self.min_ranks:
             raise ConfigError(
                 f"max_losses={self.max_losses} and min_ranks=0: ranks are replaced one by one, and lost ones counted, "
@@ -224,6 +238,10 @@ class TrainConfig:
                 f"parameters at the same time: expected as many lanes on each rank, such as --lanes "
                 f"{-(-self.lanes // ranks) * ranks}; or use --placement zero2"
             )
+
+    def shard_size(self, ranks: int) -> int:
+        """Over how many of so many ranks shards are made; 0: over all."""
+        return ranks // self.copies if self.copies else self.shard
 
     def samples_of_step(self, ranks: int) -> int:
         """How many samples a step takes, on all ranks together."""

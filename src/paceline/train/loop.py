@@ -197,6 +197,7 @@ def build_run(config: TrainConfig, folder: RunFolder, world: paceline.World, tex
         net,
         placement=config.placement,
         shard=config.shard or None,
+        copies=config.copies or None,
         transport=config.transport,
         lanes=config.lanes or None,
         seed=config.seed,
@@ -242,8 +243,8 @@ def begin(run: Run, fresh: bool) -> int | None:
     rank has trained yet."""
     config, world = run.config, run.world
     parameters = sum(param.numel() for param in run.net.parameters())
-    where = {"ranks": world.size, "lanes": config.lanes, "placement": config.placement, "shard": config.shard}
-    where |= {"device": str(world.device), "samples": config.samples_of_step(world.size)}
-    where["context"] = config.shape.context
+    where = {"ranks": world.size, "lanes": config.lanes, "placement": config.placement}
+    where |= {"shard": config.shard_size(world.size), "device": str(world.device), "context": config.shape.context}
+    where["samples"] = config.samples_of_step(world.size)
     report("ready", **where, parameters=parameters, source=run.text.source)
     return resume(run, fresh=fresh)
