@@ -2,7 +2,7 @@
 
 Others would learn of its death alone, and where several machines take part its log is far away. The notice is posted
 on the group's store when the main thread has ended with an exception: before other threads are joined, and while all
-connections still stand.
+connections still stand. The launcher is told as well: on a busy machine an interpreter takes seconds to end.
 """
 
 import os
@@ -15,6 +15,7 @@ from functools import cache
 from paceline.collectives.peers import PeerBoard, own_states
 from paceline.collectives.store_call import StoreCall
 from paceline.errors import CollectiveError
+from paceline.rank_report import FAILING, report
 
 POST_S = 0.5
 # A rank whose process holds the store stays so long for others to read it there.
@@ -50,6 +51,7 @@ def _post(pid: int) -> None:
     ):
         return
     notice = notice_of(error)
+    report(FAILING, error=traceback.format_exception_only(error)[-1].strip()[:WIDTH])
     for store, rank, own in own_states():
         own.say(failed=notice)
         board = PeerBoard(store, rank, own.size)

@@ -7,12 +7,15 @@ from typing import Any, Protocol
 from paceline.launch.failure import End, follows, root_cause
 from paceline.launch.job import JobFailure, Listener
 from paceline.launch.reports import Mark
+from paceline.launch.tracebacks import cut
 from paceline.launch.watchdog import Hang
+from paceline.rank_report import FAILING
 
 # After a rank failed, others may fail for the same reason; after one that failed because of a peer, the peer's own
 # failure must be on its way.
 SAME_S = 0.5
 BETTER_CAUSE_S = 3.0
+MOST_OF_AN_ERROR = 200
 
 
 class Supervisor(Protocol):
@@ -93,6 +96,7 @@ class AllOrNothing:
         self._decide_at: float | None = None  # when waiting for more failures is over
         self._hang: Hang | None = None
         self._ends: list[End] = []
+        self._failing: dict[int, tuple[float, str]] = {}  # until when they may take to end, and why they do
         self._stopping = False
 
     def begin(self, now: float) -> None:
@@ -100,10 +104,13 @@ class AllOrNothing:
             self._supervisor.start(rank)
 
     def reported(self, rank: int, kind: str, fields: Mapping[str, Any], now: float) -> bool:
-        return False
+        if kind == FAILING:
+            self._failing[rank] = now + SAME_S, cut(str(fields.get("error")), MOST_OF_AN_ERROR)
+        return kind == FAILING
 
     def ended(self, end: End, now: float) -> None:
         self._ends.append(end)
+        self._failing.pop(end.rank, None)
         if end.failed:
             self._decide_by(now + (BETTER_CAUSE_S if follows(end) else SAME_S))
 
@@ -116,6 +123,8 @@ class AllOrNothing:
         self._decide_by(now + BETTER_CAUSE_S)  # sooner, when they have exited
 
     def tick(self, now: float) -> None:
+        for rank in [rank for rank, (due, _) in self._failing.items() if now >= due]:
+            self._supervisor.listener.note(f"rank {rank} raised {self._failing.pop(rank)[1]}, and is about to end")
         if self._decide_at is not None and now >= self._decide_at and not self._stopping:
             if (
                 failure := self.failure(self._ends)
