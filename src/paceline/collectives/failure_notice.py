@@ -14,7 +14,7 @@ from functools import cache
 
 from paceline.collectives.peers import PeerBoard, own_states
 from paceline.collectives.store_call import StoreCall
-from paceline.errors import CollectiveError
+from paceline.errors import BackwardAborted, CollectiveError, PeerAbsent, PeerLost
 from paceline.rank_report import FAILING, report
 
 POST_S = 0.5
@@ -22,6 +22,7 @@ POST_S = 0.5
 STAY_S = 1.0
 LOOK_S = 0.02
 LINES, WIDTH = 24, 200
+CONSEQUENCES = (PeerLost, PeerAbsent, BackwardAborted)  # of what another rank did, or did not do
 
 
 @cache
@@ -41,17 +42,14 @@ def notice_of(error: BaseException) -> str:
 
 def _post(pid: int) -> None:
     error = getattr(sys, "last_value", None)
-    # Whoever fails because of another one has nothing to say, Ctrl-C is no failure, and an interactive session goes on
-    # after an error.
-    if (
-        os.getpid() != pid
-        or hasattr(sys, "ps1")
-        or not isinstance(error, Exception)
-        or isinstance(error, CollectiveError)
-    ):
+    # Ctrl-C is no failure, an interactive session goes on after an error, and whoever fails because of another one has
+    # nothing to say.
+    if os.getpid() != pid or hasattr(sys, "ps1") or not isinstance(error, Exception) or isinstance(error, CONSEQUENCES):
+        return
+    report(FAILING, error=traceback.format_exception_only(error)[-1].strip()[:WIDTH])
+    if isinstance(error, CollectiveError):  # the others have it as well
         return
     notice = notice_of(error)
-    report(FAILING, error=traceback.format_exception_only(error)[-1].strip()[:WIDTH])
     for store, rank, own in own_states():
         own.say(failed=notice)
         board = PeerBoard(store, rank, own.size)

@@ -97,6 +97,7 @@ class AllOrNothing:
         self._hang: Hang | None = None
         self._ends: list[End] = []
         self._failing: dict[int, tuple[float, str]] = {}  # until when they may take to end, and why they do
+        self._told: set[str] = set()
         self._stopping = False
 
     def begin(self, now: float) -> None:
@@ -124,7 +125,10 @@ class AllOrNothing:
 
     def tick(self, now: float) -> None:
         for rank in [rank for rank, (due, _) in self._failing.items() if now >= due]:
-            self._supervisor.listener.note(f"rank {rank} raised {self._failing.pop(rank)[1]}, and is about to end")
+            error = self._failing.pop(rank)[1]
+            if error not in self._told:  # many ranks may have the same
+                self._told.add(error)
+                self._supervisor.listener.note(f"rank {rank} raised {error}, and is about to end")
         if self._decide_at is not None and now >= self._decide_at and not self._stopping:
             if (
                 failure := self.failure(self._ends)
