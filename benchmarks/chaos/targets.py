@@ -9,8 +9,8 @@ ELASTIC_START_S = 2.0  # beside the script's own start, until a lost rank is the
 def misses(case: Case, way: str, seen: Seen, quiet: Quiet | None) -> list[str]:
     """What a job did not do that the row asks for; nothing if the row holds."""
     found = []
-    ends = case.live_ends if way == "elastic" and case.live_ends else case.ends
-    if seen.outcome != ends:
+    ends = case.live_ends if way == "elastic" and case.live_ends else (case.ends,)
+    if seen.outcome not in ends:
         found.append(seen.outcome)
     elif case.equal and (quiet is None or set(seen.digests) != {quiet.digest}):
         found.append("another digest")
