@@ -362,8 +362,8 @@ CASES = (
             "tests/procs/test_replica.py::test_uneven_inputs_as_torch_does",
             "tests/procs/test_data_ranks.py::test_a_tail_too_short_for_all_ranks_hangs_nobody",
         ),
-        note="51 steps and 2 samples make an epoch. Ours has to equal one rank; torch's ranks take every third sample, "
-        "without Join",
+        note="51 steps and 2 samples make an epoch. Ours has to equal one rank. Each of torch's ranks has a third of "
+        "the data and goes on to its next epoch when that ends, so what meets in a step depends on the number of ranks",
     ),
     Case(
         id="F31",
