@@ -1,20 +1,26 @@
 """The matrix of faults against jobs of paceline and of torchrun: `./scripts/chaos`."""
 
 import argparse
+import json
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from cases import CASES, Case
-from conduct import ROOT, Seen, run
+from conduct import ROOT, Quiet, run, run_quiet
+from targets import misses
 
 from paceline.bench.results import dump_json
+from paceline.process_status import cpu_model
 
 WAYS = ("elastic", "restart", "torch")
 
@@ -25,36 +31,28 @@ def run_tests(case: Case) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *case.tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     last = (done.stdout.strip().splitlines() or [""])[-1]
-    return {"passed": done.returncode == 0, "seconds": time.monotonic() - began, "said": last}
+    passed = done.returncode == 0 and " passed" in last  # what was skipped shows nothing
+    return {"passed": passed, "seconds": time.monotonic() - began, "said": last}
 
 
-def holds(case: Case, seen: Seen, quiet: str) -> bool:
-    """Whether a job did what the row asks for."""
-    ends_well = seen.outcome == "finished" and (not case.equal or set(seen.digests) == {quiet})
-    if case.hosts in ("partition", "one-way"):  # nobody may go on, and nobody may hang
-        ends_well = seen.outcome == "failed"
-    return ends_well and not seen.left and (not case.named or seen.named_s is not None)
-
-
-def cell(result: dict[str, Any] | None) -> str:
+def cell(case: Case, result: dict[str, Any] | None) -> str:
     if result is None:
         return ""
     if "passed" in result:
         return f"{'holds' if result['passed'] else '**fails**'} ({result['said']})"
-    seen = result["seen"]
-    times = [
-        f"{name} {seen[key]:.1f} s" for name, key in (("named", "named_s"), ("back", "back_s")) if seen[key] is not None
-    ]
-    words = [seen["outcome"], *times, f"{seen['redone']} redone" if seen["redone"] else ""]
-    words += ["other digest" if result["differs"] else "", f"left {', '.join(seen['left'])}" if seen["left"] else ""]
-    return f"{'holds' if result['holds'] else '**fails**'}: {', '.join(word for word in words if word)}"
+    seen, times = result["seen"], {"named": "named_s", "ended": "ended_s", "back": "back_s", "all back": "whole_s"}
+    times |= {"out": "out_s"} if case.out_s is not None else {}
+    words = [seen["outcome"], *[f"{name} {seen[key]:.1f} s" for name, key in times.items() if seen[key] is not None]]
+    words += [f"{seen['redone']} redone"] if seen["redone"] else []
+    text = ", ".join(words)
+    return f"**fails** ({'; '.join(result['misses'])}): {text}" if result["misses"] else f"holds: {text}"
 
 
-def table(results: dict[str, dict[str, Any]], ways: list[str]) -> str:
+def table(rows: dict[str, dict[str, Any]], ways: list[str]) -> str:
     lines = ["| | fault | tests | " + " | ".join(ways) + " |", "|---" * (3 + len(ways)) + "|"]
     for case in CASES:
-        if (row := results.get(case.id)) is not None:
-            cells = [cell(row.get(name)) for name in ("tests", *ways)]
+        if (row := rows.get(case.id)) is not None:
+            cells = [cell(case, row.get(name)) for name in ("tests", *ways)]
             lines.append(f"| {case.id} | {case.about} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -66,11 +64,48 @@ def chosen(names: list[str], *, ci: bool) -> list[Case]:
     return [known[name] for name in names] if names else [case for case in CASES if case.ci or not ci]
 
 
-def quiet_digest(way: str, ranks: int, workers: int, folder: Path) -> str:
-    seen = run(Case(id="quiet", about="", ranks=ranks, workers=workers), way, folder)
-    if seen.outcome != "finished" or len(set(seen.digests)) != 1:
-        raise SystemExit(f"the quiet job of {way} did not finish:\n" + "\n".join(seen.end))
-    return seen.digests[0]
+class Matrix:
+    """Rows and what came of them, which may be run in pieces: what a file has of other rows and ways stays."""
+
+    def __init__(self, out: Path | None) -> None:
+        self.out, self.rows, self._quiet = out, dict[str, dict[str, Any]](), dict[Any, Quiet]()
+        self.fresh: list[dict[str, Any]] = []
+        if out is not None and out.with_suffix(".json").exists():
+            self.rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+
+    def run(self, case: Case, ways: list[str], folder: Path, *, tests: bool) -> None:
+        row = self.rows.setdefault(case.id, {})
+        row |= {"about": case.about, "faults": [*case.faults], "deeds": [f"{x} after {n}" for n, x in case.deeds]}
+        row |= {"job": [*case.launch, *case.script], "note": case.note}
+        if case.tests and tests:
+            self._add(case, "tests", run_tests(case))
+        for way in ways if case.runs else ():
+            quiet = self._quiet_of(case, way, folder) if case.equal or case.back_s is not None else None
+            seen = run(case, way, folder / f"{case.id}-{way}")
+            result: dict[str, Any] = {"seen": seen.plain(), "misses": misses(case, way, seen, quiet)}
+            result["quiet"] = None if quiet is None else asdict(quiet)
+            self._add(case, way, result)
+
+    def _quiet_of(self, case: Case, way: str, folder: Path) -> Quiet:
+        key = (way, case.like or case.ranks, case.steps_of(way), case.script)
+        if key not in self._quiet:
+            self._quiet[key] = run_quiet(case, way, folder / f"quiet-{len(self._quiet)}")
+        return self._quiet[key]
+
+    def _add(self, case: Case, what: str, result: dict[str, Any]) -> None:
+        self.rows[case.id][what] = result
+        self.fresh += [result] if what != "torch" else []
+        sys.stdout.write(f"{case.id:4} {case.about:40} {what:8} {cell(case, result)}\n")
+        sys.stdout.flush()
+        if self.out is not None:
+            self._store(self.out)
+
+    def _store(self, out: Path) -> None:
+        about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": platform.platform()}
+        about |= {"cpu": cpu_model(), "cores": str(os.cpu_count()), "torch": version("torch")}
+        rows = {case.id: self.rows[case.id] for case in CASES if case.id in self.rows}
+        out.with_suffix(".json").write_text(dump_json({**about, "rows": rows}))
+        out.with_suffix(".md").write_text(table(rows, [*WAYS]) + "\n")
 
 
 def main() -> None:
@@ -79,46 +114,19 @@ def main() -> None:
     parser.add_argument("--ci", action="store_true", help="the rows that are shown by tests in every run of the suite")
     parser.add_argument("--ways", default=",".join(WAYS), help="elastic, restart, torch; empty: tests alone")
     parser.add_argument("--no-tests", action="store_true", help="jobs alone")
-    parser.add_argument("--out", type=Path, help="write NAME.json and NAME.md")
+    parser.add_argument("--out", type=Path, help="write NAME.json and NAME.md; rows that NAME.json has already stay")
     given = parser.parse_args()
     cases, ways = chosen(given.rows, ci=given.ci), [way for way in given.ways.split(",") if way]
     if wrong := [way for way in ways if way not in WAYS]:
         raise SystemExit(f"--ways {wrong[0]}: expected some of {', '.join(WAYS)}")
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    results: dict[str, dict[str, Any]] = {}
-    quiet: dict[tuple[str, int], str] = {}
+    folder, began = Path(tempfile.mkdtemp(prefix="chaos-")), time.monotonic()
+    matrix = Matrix(given.out)
     for case in cases:
-        row = results[case.id] = {
-            "about": case.about,
-            "faults": [*case.faults, *(f"{x} after {n}" for n, x in case.signals)],
-        }
-        if case.tests and not given.no_tests:
-            row["tests"] = run_tests(case)
-            say(case, "tests", row["tests"])
-        for way in ways if case.faults or case.signals or case.hosts or case.clock else ():
-            if way == "elastic" and (case.hosts or case.signals):
-                continue  # it is of one machine, and saves nothing
-            key = (way, case.ranks)
-            if case.equal and key not in quiet:
-                quiet[key] = quiet_digest(way, case.ranks, 0, folder / f"quiet-{way}-{case.ranks}")
-            seen = run(case, way, folder / f"{case.id}-{way}")
-            differs = case.equal and bool(seen.digests) and set(seen.digests) != {quiet[key]}
-            row[way] = {"seen": seen.plain(), "holds": holds(case, seen, quiet.get(key, "")), "differs": differs}
-            say(case, way, row[way])
+        matrix.run(case, ways, folder / case.id, tests=not given.no_tests)
     shutil.rmtree(folder, ignore_errors=True)
-    text = table(results, ways)
-    sys.stdout.write(f"\n{text}\n")
-    if given.out is not None:
-        about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": platform.platform()}
-        given.out.with_suffix(".json").write_text(dump_json({**about, "rows": results}))
-        given.out.with_suffix(".md").write_text(text + "\n")
-    ours = [row[name] for row in results.values() for name in ("tests", "elastic", "restart") if name in row]
-    raise SystemExit(not all(one.get("passed", one.get("holds")) for one in ours))
-
-
-def say(case: Case, what: str, result: dict[str, Any]) -> None:
-    sys.stdout.write(f"{case.id:4} {case.about:40} {what:8} {cell(result)}\n")
-    sys.stdout.flush()
+    sys.stdout.write(f"\n{table({case.id: matrix.rows[case.id] for case in cases}, ways)}\n")
+    sys.stdout.write(f"\n{len(cases)} rows in {time.monotonic() - began:.0f} s\n")
+    raise SystemExit(not all(one.get("passed", not one.get("misses")) for one in matrix.fresh))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,12 @@ class Hosts:
                 return
 
     def happens(self, what: str) -> Callable[[], None]:
-        deeds = {"partition": self.partition, "one-way": partial(self.cut, 1), "flap": self.flap, "slow": self.slow}
+        deeds: dict[str, Callable[[], None]] = {
+            "partition": self.partition,
+            "one-way": partial(self.cut, 1),
+            "flap": self.flap,
+            "slow": self.slow,
+        }
         return deeds[what]
 
 

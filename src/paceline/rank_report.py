@@ -26,6 +26,7 @@ STORE_HOST_NAME = "PACELINE_STORE_HOST"  # the address at which a member on anot
 PROGRESS_SLOT = 64  # bytes for each rank: a cache line, so that ranks do not slow each other down
 RECORD_NAME = "PACELINE_DETERMINISM"  # a file for what a replica computes, and how many steps of it
 RECORD_STEPS_NAME = "PACELINE_DETERMINISM_STEPS"
+FAILING = "failing"  # the kind of a report: the script has ended with an exception, and the process is about to
 # A launcher that does not read for this long misses the line; training goes on.
 PATIENCE_S = 0.05
 # What must arrive is waited for longer: a launcher may be stopped for a while.

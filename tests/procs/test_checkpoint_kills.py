@@ -4,6 +4,7 @@ One process that has torch loaded forks a child for each case.
 """
 
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -296,15 +297,17 @@ def test_a_file_that_may_not_grow(nursery: Nursery, fresh: Callable[[], Path]) -
 
 
 NOT_ALLOWED = 77
-CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 0x20000, 1, 32, 0x4000, 1 << 18
+CLONE_NEWNS, MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 1, 32, 0x1000, 0x4000, 1 << 18
 
 
 def on_small_disk(directory: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def mount(flags: int, options: bytes, target: str, kind: bytes = b"tmpfs") -> None:
-        if libc.mount(b"none", target.encode(), kind, ctypes.c_ulong(flags), options):
-            os._exit(NOT_ALLOWED)
+    def mount(flags: int, options: bytes, target: str, kind: bytes = b"tmpfs", source: str = "none") -> None:
+        if libc.mount(source.encode(), target.encode(), kind, ctypes.c_ulong(flags), options):
+            if (number := ctypes.get_errno()) in (errno.EPERM, errno.EACCES):
+                os._exit(NOT_ALLOWED)
+            raise OSError(number, f"{os.strerror(number)}: mount on {target}")
 
     if libc.unshare(CLONE_NEWNS):
         os._exit(NOT_ALLOWED)
@@ -317,10 +320,14 @@ def on_small_disk(directory: str) -> None:
     assert names(Path(directory)) == ["step-00000010"]
     assert newest(Path(directory)) == OLD
     assert checkpointer.save(NEW, **state(NEW)).problem is None, "there is room for this one"
-    mount(MS_REMOUNT | MS_RDONLY, b"", directory)
-    problem = checkpointer.save(NEW + 1, **state(NEW + 1)).problem
+    # Not the same mount: whoever saves holds a lock there, and the kernel makes nothing read-only that is open.
+    read_only = f"{directory}-read-only"
+    Path(read_only).mkdir()
+    mount(MS_BIND, b"", read_only, b"none", directory)
+    mount(MS_REMOUNT | MS_BIND | MS_RDONLY, b"", read_only, b"none")
+    problem = Checkpointer(read_only, asynchronous=False).save(NEW + 1, **state(NEW + 1)).problem
     assert problem is not None and "Read-only" in str(problem), problem
-    assert newest(Path(directory)) == NEW
+    assert newest(Path(read_only)) == NEW
 
 
 def test_a_disk_that_is_full_and_one_that_is_read_only(nursery: Nursery, tmp_path: Path) -> None:

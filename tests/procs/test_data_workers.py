@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -128,6 +130,34 @@ def test_a_death_while_the_loop_computes_is_raised_at_the_next_batch() -> None:
         loop()
     assert seen.pop(24) == -1
     assert seen == order(0, 0, 400)[: len(seen)].tolist()
+
+
+KILLED = """
+import multiprocessing, sys, torch, paceline
+
+if __name__ == "__main__":
+    data = list(torch.arange(64.0))
+    more = {"multiprocessing_context": sys.argv[1], "num_workers": 2}
+    batches = iter(paceline.Loader(data, 4, rank=0, world_size=1, **more))
+    next(batches)  # through a socket in a temporary folder
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    try:
+        list(batches)
+    except paceline.data.WorkerDied as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_killed_workers_leave_no_files(tmp_path: Path, context: str) -> None:
+    (script := tmp_path / "script.py").write_text(KILLED)
+    (temporary := tmp_path / "tmp").mkdir()
+    environ = os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), context]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, check=True)
+    assert "was killed by SIGKILL" in done.stdout
+    assert [path.name for path in temporary.iterdir()] == []
 
 
 class Long(Numbers):

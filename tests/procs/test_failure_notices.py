@@ -60,6 +60,18 @@ def test_the_error_of_a_rank_reaches_the_others(tmp_path: Path, failing: int, tr
         assert "| KeyError: 'of my own'" in notice and "in mine" in notice and "told at" in log
 
 
+def test_the_launcher_is_told_before_a_process_that_takes_long_to_end_has_ended(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import atexit, time\natexit.register(time.sleep, 3)\n" + SCRIPT)
+    command = [sys.executable, "-m", "paceline.cli", "run", "-n", "2", "--log-dir", str(tmp_path / "runs"), str(script)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "1", "torch"], capture_output=True, text=True, timeout=55, env=environ, check=False
+    )
+    early = done.stderr.index("paceline run: rank 1 raised KeyError: 'of my own', and is about to end\n")
+    assert early < done.stderr.index("paceline run: rank 1 raised KeyError: 'of my own'\n")
+
+
 def stamps(what: str, log: str) -> list[float]:
     """When a rank has said so."""
     return [float(stamp) for stamp in re.findall(rf"^{what} ([\d.]+)$", log, re.MULTILINE)]

@@ -140,7 +140,7 @@ def test_two_are_kept_and_the_newest_is_latest(tmp_path: Path) -> None:
     ]
 
 
-def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path: Path) -> None:
+def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, events = Run(), list[CheckpointEvent]()
     checkpointer = Checkpointer(tmp_path, asynchronous=False)
     before = run.train(1)
@@ -152,8 +152,16 @@ def test_a_damaged_snapshot_is_passed_over_and_named(tmp_path: Path) -> None:
     raw[-1] ^= 1
     file.write_bytes(raw)
 
+    silent = Checkpointer(tmp_path, asynchronous=False)
+    for _ in range(2):
+        assert silent.load(**Run().state).step == 1
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert re.search(r"is passed over: step-00000002 \(rank 0\): .*state.safetensors has", said), "once"
+    caplog.clear()
+
     again, reader = Run(), Checkpointer(tmp_path, asynchronous=False, on_event=events.append)
     loaded = reader.load(**again.state)
+    assert not caplog.records, "who is told of events says it in words of their own"
     again.step = loaded.step
     assert again.train(0) == before
     assert [(one.path, one.rank) for one in loaded.skipped] == [("step-00000002", 0)]

@@ -129,3 +129,20 @@ def test_a_rank_that_hangs_is_lost_with_the_line_in_which_it_rests() -> None:
     (cause,) = slots.listener.causes
     assert slots.listener.steps == [6], "and not the one to which it came while it was aborted"
     assert cause.endswith("using 0% of a CPU core, in train.py:12 in loss")
+
+
+def test_a_script_that_has_raised_is_named_while_its_process_still_ends() -> None:
+    slots = Slots()
+    assert isinstance(slots.listener, Notes)
+    for slot, ended_at in ((0, None), (1, 5.2), (2, None)):
+        assert slots.job.reported(slot, "failing", {"error": "KeyError: 'a'"}, 5.0)
+        if ended_at is not None:
+            slots.job.ended(End(slot, ended_at, 1), ended_at)
+    slots.job.tick(5.4)
+    assert slots.listener.texts == []
+    slots.job.tick(5.6)
+    slots.job.tick(5.7)
+    assert len([text for text in slots.listener.texts if "about to end" in text]) == 1, "of rank 2 it says nothing new"
+    assert slots.listener.texts[0] == "rank 0 raised KeyError: 'a', and is about to end"
+    slots.say(0, MemberReady(NEVER, 0, whole=False))
+    assert slots.job.reported(0, "failing", {"error": "KeyError: 'a'"}, 9.0), "of a member: it has said so itself"

@@ -337,6 +337,8 @@ class Checkpointer:
         for path, text in [(path, text) for path, text in refused if path not in self._refused]:
             self._refused.append(path)
             self._emit("refused", snapshots.step_of(path), text, path)
+            if self._on_event is None and rank_and_size(self._group)[0] == 0:
+                logger.warning("a checkpoint in %s is passed over: %s", choice.directory, text)
         return choice
 
     def _read(self, which: Which | Snapshot, targets: Targets) -> tuple[Restored, tuple[Skipped, ...]]:

@@ -2,7 +2,7 @@
 
 Otherwise they would only learn of its death, and on several machines its log is elsewhere. The notice is posted
 on the group's store when the main thread has ended with an exception: before other threads are joined, and while all
-connections still stand.
+connections still stand. The launcher is told as well: on a busy machine an interpreter takes seconds to end.
 """
 
 import os
@@ -14,13 +14,15 @@ from functools import cache
 
 from paceline.collectives.peers import PeerBoard, own_states
 from paceline.collectives.store_call import StoreCall
-from paceline.errors import CollectiveError
+from paceline.errors import BackwardAborted, CollectiveError, PeerAbsent, PeerLost
+from paceline.rank_report import FAILING, report
 
 POST_S = 0.5
 # A rank whose process holds the store stays this long for others to read it there.
 STAY_S = 1.0
 LOOK_S = 0.02
 LINES, WIDTH = 24, 200
+CONSEQUENCES = (PeerLost, PeerAbsent, BackwardAborted)  # of what another rank did, or did not do
 
 
 @cache
@@ -40,14 +42,12 @@ def notice_of(error: BaseException) -> str:
 
 def _post(pid: int) -> None:
     error = getattr(sys, "last_value", None)
-    # Not for a rank that fails because of another one, nor for Ctrl-C; and an interactive session continues
-    # after an error.
-    if (
-        os.getpid() != pid
-        or hasattr(sys, "ps1")
-        or not isinstance(error, Exception)
-        or isinstance(error, CollectiveError)
-    ):
+    # Ctrl-C is no failure, an interactive session continues after an error, and a rank that fails because of another one
+    # has nothing to report.
+    if os.getpid() != pid or hasattr(sys, "ps1") or not isinstance(error, Exception) or isinstance(error, CONSEQUENCES):
+        return
+    report(FAILING, error=traceback.format_exception_only(error)[-1].strip()[:WIDTH])
+    if isinstance(error, CollectiveError):  # the others raise it as well
         return
     notice = notice_of(error)
     for store, rank, own in own_states():

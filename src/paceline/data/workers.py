@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ class WorkerGuard:
     def _begin(self, build: Callable[[], DataLoader[Any]]) -> Any:
         if self._loader is None:
             self._loader = build()
+        if self._loader.num_workers:
+            get_temp_dir()  # workers use that of their parent; a folder of their own stays behind when they are killed
         iterator: Any = iter(self._loader)
         if getattr(iterator, "_worker_pids_set", False):  # torch's handler raises for the workers that it knows
             torch._C._remove_worker_pids(id(iterator))

@@ -26,6 +26,7 @@ from paceline.launch.tracebacks import main_stack, own_line
 from paceline.launch.watchdog import Hang
 from paceline.member_messages import NEVER, MemberFailed, Refused, from_member, to_line
 from paceline.phase import Phase
+from paceline.rank_report import FAILING
 
 # A process that is no longer needed has nothing worth waiting for.
 DISMISS_S = 3.0
@@ -60,8 +61,8 @@ class OneByOne:
 
     def reported(self, rank: int, kind: str, fields: Mapping[str, Any], now: float) -> bool:
         message = from_member(kind, fields)
-        if message is None:
-            return False
+        if message is None:  # of members FAILING says nothing new
+            return kind == FAILING if self._plain is None else self._plain.reported(rank, kind, fields, now)
         self._become_elastic(now)
         if isinstance(message, MemberFailed):
             self._failing.add(self._members[rank])

@@ -7,12 +7,15 @@ from typing import Any, Protocol
 from paceline.launch.failure import End, follows, root_cause
 from paceline.launch.job import JobFailure, Listener
 from paceline.launch.reports import Mark
+from paceline.launch.tracebacks import cut
 from paceline.launch.watchdog import Hang
+from paceline.rank_report import FAILING
 
 # After one failure, others may follow for the same reason; after a rank that failed because of a peer, the peer's own
 # failure must follow.
 SAME_S = 0.5
 BETTER_CAUSE_S = 3.0
+MOST_OF_AN_ERROR = 200
 
 
 class Supervisor(Protocol):
@@ -93,6 +96,8 @@ class AllOrNothing:
         self._decide_at: float | None = None  # when to stop waiting for more failures
         self._hang: Hang | None = None
         self._ends: list[End] = []
+        self._failing: dict[int, tuple[float, str]] = {}  # until when they may take to end, and why they do
+        self._told: set[str] = set()
         self._stopping = False
 
     def begin(self, now: float) -> None:
@@ -100,10 +105,13 @@ class AllOrNothing:
             self._supervisor.start(rank)
 
     def reported(self, rank: int, kind: str, fields: Mapping[str, Any], now: float) -> bool:
-        return False
+        if kind == FAILING:
+            self._failing[rank] = now + SAME_S, cut(str(fields.get("error")), MOST_OF_AN_ERROR)
+        return kind == FAILING
 
     def ended(self, end: End, now: float) -> None:
         self._ends.append(end)
+        self._failing.pop(end.rank, None)
         if end.failed:
             self._decide_by(now + (BETTER_CAUSE_S if follows(end) else SAME_S))
 
@@ -116,6 +124,11 @@ class AllOrNothing:
         self._decide_by(now + BETTER_CAUSE_S)  # sooner if they have exited
 
     def tick(self, now: float) -> None:
+        for rank in [rank for rank, (due, _) in self._failing.items() if now >= due]:
+            error = self._failing.pop(rank)[1]
+            if error not in self._told:  # many ranks may have the same
+                self._told.add(error)
+                self._supervisor.listener.note(f"rank {rank} raised {error}, and is about to end")
         if self._decide_at is not None and now >= self._decide_at and not self._stopping:
             if (
                 failure := self.failure(self._ends)
