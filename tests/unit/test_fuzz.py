@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("jupyter_client")  # some parsers are the notebook's
+
 from tests.fuzz.all_parsers import all_parsers
 from tests.fuzz.parser import SLOW_S, Parser, fuzz, little_memory
 

@@ -13,6 +13,9 @@ import pytest
 
 from paceline.launch import ElasticTerms, Job
 from paceline.launch.rank_environment import SURVIVORS, environment_of
+
+pytest.importorskip("ray")
+
 from paceline.process_status import read_status
 from paceline.ray import agent as agent_module
 from paceline.ray.agent import Agent

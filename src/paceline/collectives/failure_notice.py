@@ -42,8 +42,8 @@ def notice_of(error: BaseException) -> str:
 
 def _post(pid: int) -> None:
     error = getattr(sys, "last_value", None)
-    # Ctrl-C is no failure, an interactive session continues after an error, and a rank that fails because of another one
-    # has nothing to report.
+    # Ctrl-C is no failure, an interactive session continues after an error, and a rank that fails because of another
+    # one has nothing to report.
     if os.getpid() != pid or hasattr(sys, "ps1") or not isinstance(error, Exception) or isinstance(error, CONSEQUENCES):
         return
     report(FAILING, error=traceback.format_exception_only(error)[-1].strip()[:WIDTH])
