@@ -202,9 +202,9 @@ def hooked(rank: int, size: int) -> None:
     for _ in range(3):
         model(torch.ones(4, 64, device="cuda")).square().mean().backward()
     torch.cuda.synchronize()
-    assert Moment.COMPLETED not in {stamp.moment for stamp in model.trace.stamps()}
-    assert read_overlap(model.trace.stamps()) == {}
-    assert read_timeline(model.trace.stamps())
+    stamps = model.trace.stamps()
+    assert all(stamp.device is None for stamp in stamps if stamp.moment is Moment.COMPLETED)
+    assert read_timeline(stamps)
 
 
 @pytest.mark.timeout(180)

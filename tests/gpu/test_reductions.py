@@ -38,7 +38,9 @@ def trains(rank: int, size: int, name: str) -> None:
     model = paceline.DistributedDataParallel(network(), reduction=reduction, bucket_cap_mb=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    with torch.cuda.stream(torch.cuda.Stream()):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # on which rank 0 sends its parameters
+    with torch.cuda.stream(side):
         for _ in range(20):
             loss = model(batch(rank)).square().mean()
             loss.backward()

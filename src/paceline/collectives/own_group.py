@@ -27,7 +27,7 @@ _KINDS = {"gloo": "cpu", "nccl": "cuda"}
 BEHIND_S = 10.0
 # Read when a communicator's group is created. torch's reaction to a dead peer ends this process; and before it
 # does that, or a group can be released, it waits for four times the timeout of a dump: a minute by default.
-_OURS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+_OURS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "25"}
 
 
 def duplicate(

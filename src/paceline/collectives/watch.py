@@ -130,6 +130,18 @@ class StoreWatch:
             about = f"rank {self._rank} has waited {waited_s:.1f} s in {what} for {self._missing(what)}"
             logger.warning("%s%s", about, f"; rank {self._rank} waits{at}" if (at := self._at()) else "")
 
+    def look_for_lost(self, what: str, waited_s: float) -> None:
+        """Raise for dead peers, and nothing else: this rank itself may be the one that is late."""
+        if (left := self._left_generation(what, waited_s)) is not None:
+            raise left
+        now = time.monotonic()
+        if waited_s < QUIET_S or now < self._look_at or os.getpid() != self._pid:
+            return
+        self._look_at = now + LOOK_EVERY_S * max(1.0, self._size / 50)
+        self._ask(patience_s=0.05)
+        if lost := self._first_to_fail():
+            raise self._peer_lost(what, waited_s, lost)
+
     def explain(self, what: str, waited_s: float, error: Exception) -> Exception:
         """The typed error for an error of a transport. See `Watch.explain`."""
         text = str(error)

@@ -18,6 +18,7 @@ from paceline.collectives.group import Group
 from paceline.collectives.own_group import abort_duplicates
 from paceline.collectives.protocols import Work
 from paceline.collectives.torch_dist import TorchDistTransport
+from paceline.collectives.watch import StoreWatch
 from paceline.errors import PacelineError
 
 logger = logging.getLogger("paceline")
@@ -68,21 +69,22 @@ class Watcher:
         self._closed = True
 
     def _run(self) -> None:
-        looked: Unanswered | None = None
-        since = 0.0  # when this rank's own device had reached the oldest flight
+        seen: Unanswered | None = None
+        reached = False  # whether this rank's own device had reached it
+        since = 0.0  # when this was first so
         while self.error is None and not self._closed:
             time.sleep(EVERY_S)
             group = self._group()
             if group is None:
                 return
-            flight = self._oldest()
-            if looked is not None and flight is not looked:
-                group.transport.watch.left()
-                looked = None
-            if flight is not None and flight.computed is not None and flight.computed.done():
-                since = time.monotonic() if looked is None else since
-                looked = flight
-                self._look(group, flight.what, time.monotonic() - since)
+            flight, had_reached = self._oldest(), reached
+            reached = flight is not None and flight.computed is not None and flight.computed.done()
+            if flight is not seen or reached is not had_reached:
+                if had_reached:
+                    group.transport.watch.left()
+                seen, since = flight, time.monotonic()
+            if flight is not None:
+                self._look(group, flight.what, time.monotonic() - since, reached=reached)
 
     def _oldest(self) -> Unanswered | None:
         """The oldest flight that has not been answered yet."""
@@ -95,11 +97,15 @@ class Watcher:
                 flights.popleft()
         return None
 
-    def _look(self, group: Group, what: str, waited_s: float) -> None:
+    def _look(self, group: Group, what: str, waited_s: float, *, reached: bool) -> None:
         if not group.watching.acquire(blocking=False):
             return  # a user thread waits for the same, and checks itself
+        watch = group.transport.watch
         try:
-            group.transport.watch.look(what, waited_s)
+            if reached:
+                watch.look(what, waited_s)
+            elif isinstance(watch, StoreWatch):  # perhaps in a gather of parameters, from a rank that has died
+                watch.look_for_lost(what, waited_s)
         except PacelineError as error:
             self.error = error
             logger.error("%s", error)

@@ -23,7 +23,7 @@ SURVIVORS = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # 15 s by default, and four times as long until a group is released
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "25",  # 15 s by default, and four times as long until a group is released
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
