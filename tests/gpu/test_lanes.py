@@ -44,6 +44,7 @@ def trained(rank: int, size: int, out: str) -> None:
     Path(out, f"{size}-{rank}").write_text(digest.hexdigest())
 
 
+@pytest.mark.timeout(180)
 def test_every_world_gives_one_digest(procs: Any, tmp_path: Path) -> None:
     for size in (1, 2, 3, 4):
         store = str(tmp_path / f"store-{size}")

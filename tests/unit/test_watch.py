@@ -144,6 +144,21 @@ def test_a_dead_peer_is_raised_by_name(store: HashStore) -> None:
     assert caught.value.ranks == (2,)
 
 
+def test_a_rank_that_is_behind_itself_looks_for_dead_peers_alone(
+    store: HashStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It reports no rank that is merely late."""
+    watch = StoreWatch(store, 0, 2)
+    post(store, 1, PeerRecord(Identity.own()))
+    for waited_s in (0.6, 3.1, 30.0):
+        watch.look_for_lost("bucket 0", waited_s)
+    assert not caplog.records
+    post(store, 1, PeerRecord(ended()))
+    with pytest.raises(PeerLost, match="rank 1") as raised:
+        watch.look_for_lost("bucket 0", 0.6)
+    assert raised.value.ranks == (1,)
+
+
 def test_a_process_number_used_again_is_not_the_peer(store: HashStore) -> None:
     watch = StoreWatch(store, 0, 2)
     post(store, 1, PeerRecord(replace(Identity.own(), started="1")))
