@@ -24,13 +24,13 @@ def norm_in_lanes(
     leaves = torch.zeros(sum(counts), dtype=torch.float64, device=device)
     by_param = leaves.split(counts)
     cut = ownership.ranks > 1
-    own: list[_Piece] = []
+    own: list[_LeafRun] = []
     for index, grad in grads.items():
         begin = ownership.block(index, group.rank if cut else 0)[0] // BLOCK_ELEMENTS
         pieces = grad.split(PIECE_LEAVES * BLOCK_ELEMENTS)
         firsts = range(begin, begin + len(pieces) * PIECE_LEAVES, PIECE_LEAVES)
         places = [by_param[index][first:] for first in firsts]
-        own += [_Piece(piece, place[: _leaves_of(piece)]) for piece, place in zip(pieces, places, strict=True)]
+        own += [_LeafRun(piece, place[: _leaves_of(piece)]) for piece, place in zip(pieces, places, strict=True)]
     for some in _together(own):
         torch._foreach_copy_([piece.sums for piece in some], list(_leaf_sums(some, norm_type, device)))
     if cut:
@@ -38,7 +38,7 @@ def norm_in_lanes(
     return (leaves.sum() ** (1 / norm_type)).to(torch.float32)
 
 
-class _Piece(NamedTuple):
+class _LeafRun(NamedTuple):
     """Consecutive elements of one gradient, starting at a leaf."""
 
     elements: torch.Tensor
@@ -49,9 +49,9 @@ def _leaves_of(flat: torch.Tensor) -> int:
     return -(-flat.numel() // BLOCK_ELEMENTS)
 
 
-def _together(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+def _together(pieces: Iterable[_LeafRun]) -> Iterator[list[_LeafRun]]:
     """Groups of pieces that are added up together, so that a few kernels serve many parameters."""
-    some: list[_Piece] = []
+    some: list[_LeafRun] = []
     for piece in pieces:
         if some and sum(len(other.sums) for other in some) + len(piece.sums) > PIECE_LEAVES:
             yield some
@@ -61,7 +61,7 @@ def _together(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         yield some
 
 
-def _leaf_sums(pieces: Sequence[_Piece], norm_type: float, device: torch.device) -> Sequence[torch.Tensor]:
+def _leaf_sums(pieces: Sequence[_LeafRun], norm_type: float, device: torch.device) -> Sequence[torch.Tensor]:
     """Add halves until one number is left, because the order in torch's own sum may depend on their count."""
     counts = [len(piece.sums) for piece in pieces]
     rows = torch.zeros(sum(counts), BLOCK_ELEMENTS, device=device)
