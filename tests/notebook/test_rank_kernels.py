@@ -133,7 +133,7 @@ def test_input_is_asked_of_the_user(kernels: RankKernels, monkeypatch: pytest.Mo
     view = Record()
     outcome = kernels.run("input()", [0], view)
     assert [failure.name for failure in outcome.failures] == ["KeyboardInterrupt"]
-    assert "nobody can answer" in view.of(Noticed)[0].text
+    assert "which cannot be given here" in view.of(Noticed)[0].text
 
 
 def test_ten_megabytes(kernels: RankKernels) -> None:
