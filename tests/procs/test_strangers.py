@@ -175,11 +175,12 @@ def run_job(command: Sequence[str], folder: Path, *, strange: bool) -> Ended:
         try:
             while job.poll() is None and time.monotonic() < until:
                 tree = tree_of(job.pid)
-                for listener in listeners_of(tree) if strange else ():
+                found = listeners_of(tree) if strange else []
+                for listener in sorted(found, key=lambda one: one.kind != "unix"):  # those stay for a moment only
                     if listener.kind != "udp":
                         stranger.visit(listener)
                 peak = max([peak, *map(peak_kib, tree)])
-                time.sleep(0.03)
+                time.sleep(0.01)
         finally:
             job.kill()
             job.wait()
