@@ -158,7 +158,7 @@ def test_killed_workers_leave_no_files(tmp_path: Path, context: str) -> None:
         command = [sys.executable, str(script), context]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, check=True)
         assert "was killed by SIGKILL" in done.stdout
-        assert os.listdir(temporary) == []
+        assert [path.name for path in Path(temporary).iterdir()] == []
 
 
 class Long(Numbers):

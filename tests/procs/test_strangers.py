@@ -37,11 +37,13 @@ PACELINE = (sys.executable, "-m", "paceline.cli")
 VALIDATE = b"\x0a" + struct.pack("<I", 0x3C85F7CE)  # how a client of torch's store begins
 
 MODEL = """
-import hashlib, sys, time
+import hashlib, os, sys, time
 import torch, paceline
 
 world = paceline.init(device="cpu")
 torch.manual_seed(0)
+if "RANK" in os.environ:  # a rank listens for its peers until they have all come
+    time.sleep(int(os.environ["RANK"]))
 model = paceline.DistributedDataParallel(torch.nn.Linear(8, 4), transport=sys.argv[1], lanes=4)
 optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 
