@@ -192,7 +192,7 @@ def test_a_graph_is_captured_while_times_are_asked_for(nccl: Nccl) -> None:
 
 
 def hooked(rank: int, size: int) -> None:
-    """A communication hook's work does not tell when it is over."""
+    """A hook's work is stamped as complete when the host has seen that."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     torch.manual_seed(0)
@@ -203,10 +203,11 @@ def hooked(rank: int, size: int) -> None:
         model(torch.ones(4, 64, device="cuda")).square().mean().backward()
     torch.cuda.synchronize()
     stamps = model.trace.stamps()
-    assert all(stamp.device is None for stamp in stamps if stamp.moment is Moment.COMPLETED)
+    assert {stamp.moment for stamp in stamps} >= {Moment.LAUNCHED, Moment.WAIT_LEFT}
+    assert all(value >= 0 for value in read_overlap(stamps).values())
     assert read_timeline(stamps)
 
 
 @pytest.mark.timeout(180)
-def test_hooks_are_traced_without_the_ends_of_their_collectives(nccl: Nccl) -> None:
+def test_hooks_are_traced(nccl: Nccl) -> None:
     nccl(hooked, 2)

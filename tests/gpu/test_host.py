@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.errors import PeerLost
 from tests.gpu.ranks import nobody_waits
 from tests.gpu.test_replica import Nccl, nccl
 from tests.pool import RankFailed
@@ -105,8 +104,8 @@ def beside_a_dead_peer(rank: int, size: int, result: str, options: dict[str, Any
         for _ in range(3):
             step()
             torch.cuda.synchronize()  # would wait for ever
-    except PeerLost as error:
-        Path(f"{result}.{rank}").write_text(f"{time.monotonic() - began:.1f} s: {error}")
+    except Exception as error:  # noqa: BLE001 - the test reads what it was
+        Path(f"{result}.{rank}").write_text(f"{time.monotonic() - began:.1f} s: {type(error).__name__}: {error}")
     os._exit(0)  # the group is of no use
 
 
@@ -123,7 +122,7 @@ def test_a_dead_peer_is_named_though_the_host_is_blocked(
         nccl(beside_a_dead_peer, size, str(tmp_path / "told"), options)
     for rank in {*range(size)} - {1}:
         told = (tmp_path / f"told.{rank}").read_text()
-        assert "rank 1" in told
+        assert "PeerLost: " in told and "rank 1" in told, told
         assert float(told.split()[0]) < 10
 
 

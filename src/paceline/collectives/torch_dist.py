@@ -220,7 +220,9 @@ class TorchDistTransport:
         """Name the lost rank if a collective cannot even be started because a connection has broken."""
         try:
             yield
-        except dist.DistBackendError as error:
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistBackendError) or str(error).startswith("NCCL Error")):  # of all_to_all
+                raise
             raise self.watch.explain(str(call), 0.0, error) from error
 
 
