@@ -9,6 +9,7 @@ destroyed and the environment restored. A worker that died, or that had to be ki
 
 import faulthandler
 import importlib
+import logging
 import os
 import pickle
 import signal
@@ -309,6 +310,7 @@ def _call_state(call: _Call) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environ)
         sys.excepthook = excepthook  # torch adds one at every init_process_group
+        logging.getLogger("paceline").setLevel(logging.NOTSET)
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
