@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -13,6 +14,9 @@ import paceline
 
 # Tests reach through replicas into modules of every kind, which no type describes.
 DDP: Any = paceline.DistributedDataParallel
+
+# Optimizers have masters of their parameters where a tensor may have a gradient of another type.
+needs_masters = pytest.mark.skipif(not hasattr(torch.empty(0), "grad_dtype"), reason="needs Tensor.grad_dtype")
 
 M = TypeVar("M", bound=nn.Module)
 Grads = dict[str, torch.Tensor | None]

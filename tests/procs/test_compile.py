@@ -310,3 +310,24 @@ def under_compiled_autograd(rank: int, _: int, where: str) -> str:
 def test_compiled_autograd_is_refused_before_anything_trains(procs: Pool, where: str) -> None:
     for message in procs(2).run(under_compiled_autograd, where, deadline_s=60):
         assert "compiled autograd" in message
+
+
+def by_the_python_reducer(rank: int, size: int) -> None:
+    """`optimize_ddp="python_reducer"`: a compiled backward reduces, and the replica has no reducer of its own."""
+    torch._dynamo.reset()
+    batches = [draw(other, 4, 3) for other in range(size)]
+    alone = seeded(net())
+    for batch in batches:
+        (alone(batch).sum() / size).backward()
+    with warnings.catch_warnings(), torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        warnings.simplefilter("ignore")
+        model = compiled_by(DDP(seeded(net())), backend="aot_eager")
+        with torch._dynamo.compiled_autograd._enable(compiled_by(backend="aot_eager")):
+            model(batches[rank]).sum().backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.timeout(120)
+def test_a_compiled_backward_reduces_by_the_python_reducer(procs: Pool) -> None:
+    procs(2).run(by_the_python_reducer)

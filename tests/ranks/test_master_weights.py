@@ -12,7 +12,9 @@ from paceline.collectives import Transport
 from paceline.collectives.threads import run
 from paceline.errors import UsageError
 from paceline.replica import master_weights
-from tests.models import DDP, Grads, assert_same_bits, draw, mlp, seeded
+from tests.models import DDP, Grads, assert_same_bits, draw, mlp, needs_masters, seeded
+
+pytestmark = needs_masters
 
 PLACEMENTS = ("ddp", "zero1", "zero2", "zero3")
 # What a device has nothing to do for.

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
 from paceline.errors import NotWhole, UnreducedGradients, UsageError
-from tests.models import DDP, Branches, Grads, assert_same_bits, draw, mlp, seeded
+from tests.models import DDP, Branches, Grads, assert_same_bits, draw, mlp, needs_masters, seeded
 
 SHARDED = ("zero1", "zero2", "zero3")
 ADAMW = torch.optim.AdamW
@@ -336,6 +336,7 @@ def test_a_parameter_with_other_memory_is_followed() -> None:
         assert_as_ddp(placement, loop)
 
 
+@needs_masters
 def test_whole_gradients_beside_masters_are_zeroed_and_kept() -> None:
     def body(transport: Transport) -> None:
         model = DDP(mlp(9, 70, 5).bfloat16(), transport=transport)
@@ -348,6 +349,7 @@ def test_whole_gradients_beside_masters_are_zeroed_and_kept() -> None:
 
 
 @pytest.mark.parametrize("placement", ["ddp", *SHARDED])
+@needs_masters
 def test_masters_follow_changed_weights(placement: str) -> None:
     def body(transport: Transport) -> None:
         model = DDP(mlp(9, 700, 5).bfloat16(), transport=transport, placement=placement)
@@ -457,6 +459,7 @@ def test_gradients_that_come_late(placement: str) -> None:
 
 
 @pytest.mark.parametrize("placement", ["ddp", *SHARDED])
+@needs_masters
 def test_the_guard_sees_optimizers_with_master_weights(placement: str) -> None:
     def body(transport: Transport) -> None:
         model = DDP(mlp(9, 700, 5).bfloat16(), transport=transport, placement=placement, overlap=False)
@@ -580,3 +583,13 @@ def test_only_buckets_that_are_under_way_have_memory_beside_them(placement: str)
 
     for (found,) in run(body, 2):
         assert found <= 2
+
+
+@pytest.mark.skipif(hasattr(torch.empty(0), "grad_dtype"), reason="this torch can have masters")
+def test_masters_are_refused_by_a_torch_that_cannot_have_them() -> None:
+    def body(transport: Transport) -> None:
+        model = DDP(nn.Linear(4, 2).bfloat16(), transport=transport)
+        with pytest.raises(UsageError, match="Tensor.grad_dtype"):
+            model.optimizer(torch.optim.AdamW, master="float32")
+
+    run(body, 2)

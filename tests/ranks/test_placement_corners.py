@@ -14,7 +14,7 @@ from paceline import Agreement
 from paceline.collectives import Transport
 from paceline.collectives.threads import run
 from paceline.errors import CollectiveMismatch, ModelMismatch, NotWhole, UnreducedGradients, UsageError
-from tests.models import DDP, Grads, assert_same_bits, draw, mlp, seeded
+from tests.models import DDP, Grads, assert_same_bits, draw, mlp, needs_masters, seeded
 
 SHARDED = ("zero1", "zero2", "zero3")
 ADAMW = torch.optim.AdamW
@@ -156,7 +156,7 @@ def test_an_infinity_in_the_shard_of_one_rank_stops_the_step_of_all(placement: s
     assert_same_bits(weights, other_weights)
 
 
-@pytest.mark.parametrize("master", [None, torch.float64])
+@pytest.mark.parametrize("master", [None, pytest.param(torch.float64, marks=needs_masters)])
 def test_a_closure_that_clips(placement: str, master: torch.dtype | None) -> None:
     def loop(model: Any, optimizer: Any, rank: int) -> None:
         for number in range(3):
@@ -228,6 +228,7 @@ def test_parameters_that_are_views_of_one_tensor(placement: str) -> None:
     assert_as_ddp(placement, module=flat)
 
 
+@needs_masters
 def test_master_weights_beside_parameters_that_need_none(placement: str) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -414,6 +415,7 @@ def test_ranks_that_add_different_groups_are_told(placement: str) -> None:
     run(body, 2)
 
 
+@needs_masters
 def test_groups_that_are_added_later_have_masters_too(placement: str) -> None:
     def body(which: str) -> Callable[[Transport], Any]:
         def ranks(transport: Transport) -> Any:
@@ -433,6 +435,7 @@ def test_groups_that_are_added_later_have_masters_too(placement: str) -> None:
     assert_same_bits(run(body(placement), 2)[1], run(body("ddp"), 2)[0])
 
 
+@needs_masters
 def test_masters_of_what_another_optimizer_updates(placement: str) -> None:
     def body(transport: Transport) -> None:
         model = DDP(net().bfloat16(), transport=transport, placement=placement, timeout=20)

@@ -66,7 +66,7 @@ def run_module(replica: "DistributedDataParallel", *inputs: Any, **kwargs: Any) 
     """Run the module itself."""
     try:
         # torch's method makes torch.compile split graphs at buckets: used if it exists, and without units.
-        splits = not (replica._placement.shards_parameters or replica._core.is_alone()) or replica._use_python_reducer
+        splits = replica._use_python_reducer or not (replica._placement.shards_parameters or replica._core.is_alone())
         if "torch._dynamo" in sys.modules and splits:
             return TorchDDP._run_ddp_forward(replica, *inputs, **kwargs)
         return replica.module(*inputs, **kwargs)

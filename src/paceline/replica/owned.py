@@ -161,6 +161,11 @@ class OwnedBlocks:
     def keep_masters(self, dtype: torch.dtype, shards: Iterable[Shard]) -> None:
         """Keep these blocks in a wider type too, which an optimizer updates from now on."""
         narrow = [shard for shard in shards if dtype not in (shard.param.dtype, shard.value.dtype)]
+        if narrow and not hasattr(narrow[0].value, "grad_dtype"):
+            raise UsageError(
+                f"master= needs a torch whose parameters may have gradients of another type (Tensor.grad_dtype), got "
+                f"torch {torch.__version__}; use a newer one, or keep the model in {dtype}"
+            )
         updated = {id(param) for one in self.optimizers for group in one.param_groups for param in group["params"]}
         if taken := [shard.name for shard in narrow if id(shard.value) in updated]:
             raise UsageError(
