@@ -333,6 +333,7 @@ def test_parameters_of_modules_that_run_as_a_whole_come_inside_the_step() -> Non
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is old
+        warnings.simplefilter("ignore", FutureWarning)  # as torch 2.15 says it
         nets = [build() for _ in range(2)]
     found = run(body, 2)
     assert found == [["0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias", "2.2.weight", "2.2.bias"]] * 2
